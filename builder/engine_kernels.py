@@ -96,6 +96,7 @@ def step_kernels(
     if plan.head_caches:
         found.append(pairs_kernel.read_pairs_spec(limits.max_batch_size, limits.max_draft_len))
         found.append(pairs_kernel.read_path_spec(limits.max_batch_size))
+        found += _passed(plan)
     if limits.takes_trees:
         cache = plan.kv_cache
         token_bytes = cache.head_size * getattr(torch, cache.dtype).itemsize
@@ -107,6 +108,21 @@ def step_kernels(
         for call, _ in distinct_calls(plan, name):
             found += _module(call.op).kernels(call, own)
     return found
+
+
+def _passed(plan: Plan) -> list[KernelSpec]:
+    """Copies of rows of what graphs put out, logits aside, to inputs of heads in device rounds."""
+    import torch
+
+    from llmctl.plugins.ops.gather_rows.kernel import gather_spec
+
+    outputs = [graph.outputs.items() for graph in plan.graphs.values()]
+    names = {tensor for items in outputs for name, tensor in items if name != "logits"}
+    return [
+        gather_spec(without_memory((1, int(t.shape[1])), getattr(torch, t.dtype)))
+        for t in plan.tensors
+        if t.name in names
+    ]
 
 
 def compile_kernels(

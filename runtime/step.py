@@ -29,7 +29,6 @@ class StepRunner(Protocol):
     onboards_aside: bool  # copies from host memory may be in flight while steps run
     is_asynchronous: bool  # `run` returns before the step has been computed
     takes_trees: bool  # drafts may be trees
-    takes_roots: bool  # of trees, that earlier steps stored (`Trees.roots`)
     shares_logits: bool  # ranks have parts of each row: ask for best ids where they are enough
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...

@@ -34,7 +34,6 @@ class Backend:
     rank_counts: tuple[int, ...] | None = (1,)  # how many ranks may share a model; None: any
     has_leaves: bool = False  # sums over K as a tree, of which ranks have subtrees
     continues_trees: bool = False  # trees that are computed over several steps
-    takes_roots: bool = False  # in such a step, of new tokens alone (`Trees.roots`)
     generated_weights: tuple[str, ...] = ()  # --load-format, besides a checkpoint
 
 
@@ -49,7 +48,6 @@ _ROWS = (
         rank_counts=RANK_COUNTS,
         has_leaves=True,
         continues_trees=True,
-        takes_roots=True,
     ),
     Backend(
         "cuda",

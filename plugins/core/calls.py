@@ -41,6 +41,11 @@ class Trees:
     roots: NDArray[np.int32] | None = None
 
 
+def tree_lens(step: StepInputs, trees: Trees) -> NDArray[np.int32]:
+    """[B] keys of each request from its tree's root on."""
+    return np.diff(step.cu_q) if trees.roots is None else step.kv_len - trees.roots
+
+
 @dataclass(slots=True)
 class StepInputs:
     """The packed tokens of one step, as C-contiguous int32 arrays.

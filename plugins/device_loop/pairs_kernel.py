@@ -58,7 +58,7 @@ def read_path(
     depth: int,
 ) -> Launch:
     """Prepare the head's step of the rows on each accepted path, of up to `depth` drafts; logits of
-    each request's last. sources int64 [batch * (depth + 1)]: which row of the verification each
+    each request's last. sources int32 [batch * (depth + 1)]: which row of the verification each
     is."""
     arguments = (
         state.committed,
@@ -92,7 +92,7 @@ def read_path_spec(max_batch_size: int) -> KernelSpec:
     return KernelSpec(
         name=f"rounds.read_path.b{max_batch_size}",
         source="llmctl.plugins.device_loop.triton_pairs:read_path",
-        arguments=(*("*i32",) * 14, "*i64", *("i32",) * 7),
+        arguments=(*("*i32",) * 15, *("i32",) * 7),
         constants={"BLOCK_REQUESTS": power_of_two(max_batch_size), "BLOCK": 256, "PDL": True},
     )
 

@@ -128,6 +128,7 @@ def verify_tree(
         trees.positions,
         *step_arrays(step),
         step.tree_start,
+        step.tree_root,
         step.paths,
         batch,
         draft_len,
@@ -212,7 +213,7 @@ def _feed_spec(max_batch_size: int, max_draft_len: int) -> KernelSpec:
     return KernelSpec(
         name=f"rounds.feed_tree.b{max_batch_size}.k{max_draft_len}",
         source=f"{_TREE}:feed_tree",
-        arguments=("*i32",) * 17 + ("i32",) * 5,
+        arguments=("*i32",) * 18 + ("i32",) * 5,
         constants={
             "MAX_DRAFT_LEN": max_draft_len,
             "BLOCK_REQUESTS": power_of_two(max_batch_size),

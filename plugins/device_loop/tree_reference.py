@@ -32,6 +32,7 @@ def verify_tree(
         count = _num_tokens(state, trees, request, draft_len)
         step.kv_len[request] = min(committed - 1 + count, capacity) if count else 0
         step.tree_start[request] = request * width if count > 1 else -1
+        step.tree_root[request] = max(committed - 1, 0)
         for node in range(width):
             row, is_live = request * width + node, node < count
             index = first + node if is_live else spare + node - count

@@ -128,7 +128,7 @@ def read_path(
         tl.store(position_ids + to, _inside(root + at, there, max_seq_len), mask=there)
         slot = _slot_of(table, root + at, limit, there, tokens_per_block)
         tl.store(slot_mapping + to, slot, mask=there)
-        tl.store(sources + to, (begin + node).to(tl.int64), mask=there)
+        tl.store(sources + to, begin + node, mask=there)
         node = _parent(tree, node)
         at -= 1
     for start in range(0, batch * count, BLOCK):
@@ -138,4 +138,4 @@ def read_path(
         tl.store(token_ids + token, zero, mask=is_padding)
         tl.store(position_ids + token, zero, mask=is_padding)
         tl.store(slot_mapping + token, zero - 1, mask=is_padding)
-        tl.store(sources + token, zero.to(tl.int64), mask=is_padding)
+        tl.store(sources + token, zero, mask=is_padding)

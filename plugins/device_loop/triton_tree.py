@@ -45,6 +45,7 @@ def feed_tree(
     slot_mapping,
     logit_rows,
     tree_start,
+    tree_root,
     paths,
     batch,
     draft_len,
@@ -77,6 +78,7 @@ def feed_tree(
     tl.store(cu_q + own + 1, first + size)
     tl.store(kv_len + own, tl.where(is_real, tl.minimum(length - 1 + size, limit), 0))
     tl.store(tree_start + own, tl.where(size > 1, own * width, -1))
+    tl.store(tree_root + own, tl.maximum(length - 1, 0))
 
     table = block_tables + own * max_blocks
     for start in range(0, width, BLOCK_NODES):

@@ -27,8 +27,6 @@ ARENA_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 class CpuEngine(Engine):
     """Runs a plan with the compiled kernels of `plugins.backends.cpu`."""
 
-    takes_roots = True
-
     def __init__(
         self,
         config: EngineConfig,

@@ -15,6 +15,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, StepLimits, Ste
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
+from llmctl.plugins.ops.gather_rows.kernel import gather
 from llmctl.plugins.ops.kv_compact.kernel import compact_launch
 from llmctl.plugins.ops.sampling.spec import BestIds, Logits
 from llmctl.runtime.engines.device_cache import DeviceCache
@@ -211,11 +212,12 @@ class CudaEngine(Engine):
     def pass_chosen(
         self, head: str, name: str, outputs: Sequence[torch.Tensor], rows: torch.Tensor
     ) -> None:
-        """Enqueue the copy of rows of outputs, side by side, to an input of a head. rows: int64 on
+        """Enqueue the copy of rows of outputs, side by side, to an input of a head. rows: int32 on
         the device."""
         bound, _ = find_head(self._heads, head)
-        with device_errors(f"writing the inputs of {head}"), self.queue.scope():
-            bound.write_chosen(name, outputs, rows)
+        parts, most = bound.side_by_side(name, outputs), len(outputs)
+        copies = [each for x, part in parts for each in gather(x, rows, part, len(rows), most)]
+        self.program.launch(copies, self.queue.handle)
 
     def pass_rows(self, head: str, name: str, outputs: Sequence[torch.Tensor], count: int) -> None:
         """Enqueue the copy of the first `count` rows of outputs, side by side, to an input of a

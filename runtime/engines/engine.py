@@ -47,7 +47,6 @@ class Engine(ABC):
 
     weight_bytes: int
     onboards_aside = False
-    takes_roots = False  # see StepRunner; as its backend's row has it
     is_asynchronous = False  # True where `run` returns before the step has been computed
 
     def __init__(self, config: EngineConfig, plan: Plan) -> None:

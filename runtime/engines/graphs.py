@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
-from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.core.calls import StepInputs, Trees, tree_lens
 
 # Tokens; shorter contexts share the first one's grids, whose idle blocks exit at once. Behind these
 # come powers of two. 1,536 tokens are 20 work items of attention (`Variant` in verification.py).
@@ -33,14 +33,15 @@ Key = TypeVar("Key", bound=Hashable)
 
 def shape_of(step: StepInputs) -> StepShape:
     """The shape of a step as it is."""
-    lens = np.diff(step.cu_q)
+    lens, trees = np.diff(step.cu_q), step.trees
+    most = 0 if trees is None else int(tree_lens(step, trees)[trees.start >= 0].max())
     return StepShape(
         num_tokens=step.num_tokens,
         num_requests=step.num_requests,
         num_rows=step.num_rows,
         max_query_len=int(lens.max()),
         max_kv_len=int(step.kv_len.max()),
-        max_tree_len=0 if step.trees is None else int(lens[step.trees.start >= 0].max()),
+        max_tree_len=most,
         num_single=int((lens == 1).sum()),
         best_only=step.best_only,
     )
@@ -94,7 +95,7 @@ class Buckets:
             num_rows=rows,
             max_query_len=query,
             max_kv_len=kv_bucket(shape.max_kv_len, limits),
-            max_tree_len=query if shape.max_tree_len else 0,
+            max_tree_len=self._tree_len(shape, query),
             best_only=shape.best_only,
         )
 
@@ -111,9 +112,14 @@ class Buckets:
             num_tokens=min(-(-shape.num_tokens // unit) * unit, limits.max_num_tokens),
             max_query_len=query if query <= _ANY_QUERY else _power_of_two(query),
             max_kv_len=kv_bucket(shape.max_kv_len, limits),
-            max_tree_len=self.max_query_len if shape.max_tree_len else 0,
+            max_tree_len=self._tree_len(shape, self.max_query_len),
             num_single=max(0, shape.num_requests - longer),
         )
+
+    def _tree_len(self, shape: StepShape, query: int) -> int:
+        """That of requests of up to `query` tokens; earlier steps may have stored more."""
+        most = shape.max_tree_len
+        return _power_of_two(most) if most > query else query * (most > 0)
 
     def prompt_shapes(self, max_num_tokens: int) -> list[StepShape]:
         """The shapes that `round_up` gives for steps with prompts, one for each number of
@@ -134,7 +140,8 @@ def pad(step: StepInputs, shape: StepShape) -> StepInputs:
         return step
     trees = step.trees
     if trees is not None:
-        trees = replace(trees, start=_extend(trees.start, shape.num_requests, -1))
+        roots = None if trees.roots is None else _extend(trees.roots, shape.num_requests, 0)
+        trees = Trees(_extend(trees.start, shape.num_requests, -1), trees.paths, roots)
     return StepInputs(
         token_ids=_extend(step.token_ids, shape.num_tokens, 0),
         position_ids=_extend(step.position_ids, shape.num_tokens, 0),

@@ -34,22 +34,17 @@ class BoundHead:
     def write_beside(self, name: str, sources: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
         """Copy `rows` (int64, where the tensors are) of several tensors side by side to an
         input."""
-        for tensor, part in self._side_by_side(name, sources):
+        for tensor, part in self.side_by_side(name, sources):
             for first in range(0, len(rows), _ROWS_AT_ONCE):  # bounds what torch gathers them in
                 some = rows[first : first + _ROWS_AT_ONCE]
                 part[first : first + len(some)] = tensor[some]
 
     def write_first(self, name: str, sources: Sequence[torch.Tensor], count: int) -> None:
         """The same with the first `count` rows, and no memory but theirs."""
-        for tensor, part in self._side_by_side(name, sources):
+        for tensor, part in self.side_by_side(name, sources):
             part[:count].copy_(tensor[:count])
 
-    def write_chosen(self, name: str, sources: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
-        """The same with `rows` (int64, where the tensors are), in a graph that may be captured."""
-        for tensor, part in self._side_by_side(name, sources):
-            torch.index_select(tensor, 0, rows, out=part[: len(rows)])
-
-    def _side_by_side(
+    def side_by_side(
         self, name: str, sources: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor, and the columns of an input that are its own."""

@@ -35,7 +35,6 @@ class LeadingEngine(Engine):
         self.onboards_aside = engine.onboards_aside
         self.is_asynchronous = engine.is_asynchronous
         self.takes_trees = engine.takes_trees
-        self.takes_roots = engine.takes_roots
 
     @property
     def kv_bytes_per_block(self) -> int:

@@ -68,26 +68,23 @@ class DeviceSteps:
         count: int,
         rows: int,
         *,
-        has_trees: bool = False,
+        tree_len: int = 0,
         is_drawn: bool = False,
     ) -> None:
-        """Run an engine on `count` tokens of each request, `rows` of them with logits; of trees, up
-        to so many. is_drawn: `draw` or `draw_nodes` alone reads the logits."""
-        step = _step(engine, shape, count, rows)
-        if has_trees:
-            step = replace(step, max_tree_len=count)
+        """Run an engine on `count` tokens of each request, `rows` of them with logits. tree_len:
+        most keys from a root's on, of trees. is_drawn: `draw` or `draw_nodes` alone reads the
+        logits."""
+        step = replace(_step(engine, shape, count, rows), max_tree_len=tree_len)
         if is_drawn and _stay_with_ranks(engine, shape):
             step = replace(step, best_only=True)
         engine.program.enqueue(step, self._queue.handle)
 
     def attend(
-        self, name: str, shape: RoundShape, count: int, rows: int = 1, *, has_trees: bool = False
+        self, name: str, shape: RoundShape, count: int, rows: int = 1, *, tree_len: int = 0
     ) -> None:
-        """Run a head of the target that attends, on `count` tokens of each request, of trees up to
-        so many; `rows` rows of logits for each."""
-        step = _step(self.target, shape, count, shape.batch * rows)
-        if has_trees:
-            step = replace(step, max_tree_len=count)
+        """Run a head of the target that attends, on `count` tokens of each request; `rows` rows of
+        logits for each. tree_len: see `forward`."""
+        step = replace(_step(self.target, shape, count, shape.batch * rows), max_tree_len=tree_len)
         self.target.enqueue_attending(name, step)
 
     def draw(

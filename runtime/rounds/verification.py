@@ -58,7 +58,7 @@ def enqueue_tree_verification(
     is_tree = branches(shape.draft_len)
     if is_tree:
         steps.launch(target, [tree_kernel.verify_tree(*described)])
-        steps.forward(target, shape, count, rows, has_trees=True, is_drawn=True)
+        steps.forward(target, shape, count, rows, tree_len=count, is_drawn=True)
         steps.draw_nodes(trees, shape)
     else:
         feed = bookkeeping.verify(state, step, limits, shape.batch, shape.draft_len)

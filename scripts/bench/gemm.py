@@ -122,6 +122,7 @@ class Chain:
         return replace(
             step,
             tree_start=ints([0] + [-1] * 15),
+            tree_root=ints([CONTEXT - self.tokens] + [0] * 15),
             paths=chain.repeat(MAX_TOKENS, 1),
         )
 

@@ -47,19 +47,13 @@ def engine(
     fit_head(float_target(repository), known_texts(requests, plain)).write(
         folder / "head", "demo-target"
     )
-    for name, rows in (("engine", 3), ("wide", 12), ("narrow", 1)):
+    for name, rows in (("engine", 3), ("narrow", 1)):
         demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
                     "--output-dir", folder / name, "--max-batch-size", 16, "--max-seq-len", 1024,
                     "--speculative-decoding-mode", "eagle", "--max-draft-len", 12,
                     "--max-non-leaves-per-layer", rows,
                     "--draft-model-dir", folder / "head")  # fmt: skip
     return folder / "engine"
-
-
-@pytest.fixture(scope="module")
-def wide(engine: Path) -> Path:
-    """The same with room for trees on a device, whose levels have a row for each place."""
-    return engine.parent / "wide"
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +162,7 @@ def test_device_rounds_draft_from_a_head(
 
 
 def test_device_rounds_draft_trees_as_the_host_does(
-    wide: Path, requests: list[Request], plain: Outputs, monkeypatch: pytest.MonkeyPatch
+    engine: Path, requests: list[Request], plain: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over the fake device: rounds alone, with sampled requests whose drafts are chains, and rounds
     between steps that the host controls."""
@@ -176,25 +170,25 @@ def test_device_rounds_draft_trees_as_the_host_does(
     mixed = [*alone, *range(2, len(requests), 12), *alone[:2]]
     for method in TREES.values():
         cases = ((method, alone[:4]), (method, mixed), (replace(method, draft_len=1), alone[:3]))
-        runs = list(rounds_on_device(wide, cases, requests, plain, monkeypatch))
+        runs = list(rounds_on_device(engine, cases, requests, plain, monkeypatch))
         assert [run.stats.accepted_tokens > 4 and run.num_rounds > 1 for run in runs] == [True] * 3
         depths = [len(run.stats.accepted_at_position) for run in runs]
         assert depths == [8, 8, 1] if method.choices is None else depths == [4, 4, 1]
 
 
 def test_the_device_accepts_what_the_host_would(
-    wide: Path, opened: Opened, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+    engine: Path, opened: Opened, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over the fake device: the trees are the same, to the end of a text."""
     asked = [Request(request.input_token_ids, 30, SamplingConfig()) for request in requests[:3]]
     with opened(None) as executor:
         plain = run_all(executor, asked)
     everyone = list(range(len(asked)))
-    narrow = wide.parent / "narrow"  # where drafts are followed one by one
-    for engine, method in (*((wide, method) for method in TREES.values()), (narrow, SIBLINGS)):
-        (found,) = rounds_on_device(engine, [(method, everyone)], asked, plain, monkeypatch)
+    narrow = engine.parent / "narrow"  # where drafts are followed one by one
+    for own, method in (*((engine, method) for method in TREES.values()), (narrow, SIBLINGS)):
+        (found,) = rounds_on_device(own, [(method, everyone)], asked, plain, monkeypatch)
         assert found.num_rounds > 10 and found.stats.accepted_tokens > 5
-        assert found.stats.accepted_tokens == accepted_by_host(engine, method, asked, plain)
+        assert found.stats.accepted_tokens == accepted_by_host(own, method, asked, plain)
 
 
 def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:

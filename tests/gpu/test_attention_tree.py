@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.attention import FP8, INT8, World, weight_rounding
 from support.gpu import execute
-from support.trees import SHAPES, differing_tokens, random_parents
+from support.trees import SHAPES, differing_chosen, differing_tokens, random_parents
 
 from llmctl.plugins.core.examples import Example
 from llmctl.plugins.ops.paged_attention.reference import reference
@@ -41,6 +41,18 @@ def test_tokens_get_the_bits_of_decoding_their_paths(name):
         for root in (3, 57, 1023, 1024 + 60 * (index % 3), 4096 + 17 * index):
             world = world_of(name, parents, root + 70)
             assert not differing_tokens(world, root, execute), (parents, root)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_tokens_get_them_in_a_step_behind_those_that_stored_the_others(name):
+    """As a head drafts a tree: levels of up to 20 tokens, of which the deepest have the most before
+    them; in contexts of one, two and many tiles to a work item."""
+    for count in (31, 63):
+        parents = random_parents(count, count)
+        for root in (3, 57, 1000, 1023, 1600, 5000):
+            world, decoded = world_of(name, parents, root + 70), {}
+            for chosen in (range(1, 11), range(count - 9, count + 1), range(2, count, 3)):
+                assert not differing_chosen(world, root, list(chosen), execute, decoded)
 
 
 @pytest.mark.parametrize("name", ["70b", "1b", "80, window"])

@@ -197,7 +197,7 @@ def test_cancelled_requests_leave_the_others_alone(
 
 @pytest.fixture(scope="module")
 def tree_engine(build: Any, head: Path) -> Path:
-    limits = ["--max-draft-len", 16, "--max-non-leaves-per-layer", 16]
+    limits = ["--max-draft-len", 16, "--max-non-leaves-per-layer", 5]
     path: Path = build("trees", head, "cuda", *limits)
     return path
 

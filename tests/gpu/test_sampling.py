@@ -142,6 +142,7 @@ def test_round_kernels_equal_the_reference(batch: int, draft_len: int):
         slot_mapping=integers(0, 9, tokens),
         logit_rows=integers(0, 9, tokens),
         tree_start=integers(0, 9, batch),
+        tree_root=integers(0, 9, batch),
         paths=integers(0, 9, tokens, draft_len + 1),
     )
     for which, extra in (("draft_first", ()), ("draft_next", (1,)), ("verify", (draft_len,))):

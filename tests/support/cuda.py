@@ -101,7 +101,7 @@ class FakeProgram:
             source, target = torch.from_numpy(numbers), getattr(self.step, name)
             if name in ("block_tables", "paths"):
                 target[: len(source), : source.shape[1]] = source
-            elif name != "tree_start" or step.trees is not None:
+            elif name not in ("tree_start", "tree_root") or step.trees is not None:
                 target[: len(source)] = source
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -134,14 +134,19 @@ class FakeProgram:
         trees = None
         if shape.max_tree_len:
             starts = step.tree_start[:requests].numpy()
-            assert counts[:requests][starts >= 0].max(initial=0) <= shape.max_tree_len
+            roots = step.tree_root[:requests].numpy()
+            behind = (kv_len[:requests] - roots)[starts >= 0]
+            assert behind.min(initial=1) > 0 and behind.max(initial=0) <= shape.max_tree_len
             trees = Trees(starts, step.paths.numpy())
-        if trees is not None and (slots < 0).any():  # the CPU is told that roots are stored
-            roots, positions = kv_len[:requests] - counts[:requests], positions.copy()
-            trees = Trees(starts, trees.paths.copy(), roots)
-            for request in np.flatnonzero(starts >= 0):
-                positions[cu_q[request]] += 1
-                trees.paths[starts[request], 1] = 1
+            first = cu_q[:requests][starts >= 0]
+            if ((slots[first] < 0) | (positions[first] > roots[starts >= 0])).any():
+                positions = positions.copy()
+                trees = Trees(starts, trees.paths.copy(), np.where(starts >= 0, roots, 0))
+                for request in np.flatnonzero(starts >= 0):
+                    for token in range(cu_q[request], cu_q[request + 1]):
+                        if slots[token] < 0:  # any, at the root's position, which the CPU refuses
+                            positions[token] += 1
+                            trees.paths[starts[request] + token - cu_q[request], 1] = 1
         tables = np.ascontiguousarray(step.block_tables[:requests].numpy())
         slots, borrowed = self._borrow(slots, tables)
         kept = self._kv_cache[:, borrowed]
@@ -182,7 +187,7 @@ class FakeProgram:
         for launch in launches:
             if callable(launch):  # `bookkeeping_by_reference`, `best_ids`, `best_draws`
                 launch()
-            elif launch.spec.name.startswith(("beams.", "lookahead.", "growth.")):
+            elif launch.spec.name.startswith(("beams.", "gather.", "growth.", "lookahead.")):
                 run_launches([launch])
             elif launch.spec.name.startswith("kv_compact"):
                 _, starts, moves, _ = launch.arguments

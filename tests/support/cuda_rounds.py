@@ -62,7 +62,7 @@ class Program:
             length = int(step.position_ids[row]) + 1
             places: int | np.ndarray = length
             if shape.max_tree_len and step.tree_start[request] >= 0:
-                root, first = int(step.position_ids[cu_q[request]]), int(step.tree_start[request])
+                root, first = int(step.tree_root[request]), int(step.tree_start[request])
                 path = step.paths[first + row - cu_q[request]].numpy()
                 places = np.arange(length)
                 places[root:] = root + path[: length - root]

@@ -75,12 +75,9 @@ class FakeEagleHead:
         self._write(step, made)
         self.contexts = [made[row] for row in step.logit_rows]
 
-    def num_rows(self, growth):
-        return len(growth.frontier)
-
     def next(self, rows, growths, tables):
         size = self.engine.tokens_per_block
-        step = pack_level(growths, roots(growths), tables, size, takes_roots=True)
+        step = pack_level(growths, roots(growths), tables, size)
         before = [self.contexts[row] for row in rows]
         tokens = step.token_ids.tolist()
         made = [(*own, token) for own, token in zip(before, tokens, strict=True)]

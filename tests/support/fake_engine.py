@@ -98,7 +98,6 @@ class FakeEngine:
         whole_context: float = 3.0,
         steps_to_land: int | None = None,
         is_asynchronous: bool = False,
-        takes_roots: bool = True,
     ) -> None:
         self.is_asynchronous = is_asynchronous
         self.common_vocab = vocab_size
@@ -109,7 +108,6 @@ class FakeEngine:
         self.max_draft_len = max_draft_len
         self.takes_trees = True
         self.shares_logits = False
-        self.takes_roots = takes_roots
         self.tokens_per_block = tokens_per_block
         self.agreement = agreement
         self.whole_context = whole_context
@@ -229,7 +227,6 @@ class FakeEngine:
             elif step.trees.roots is None:
                 assert self.takes_trees and positions[0] == places[0]
             else:
-                assert self.takes_roots
                 rows = step.trees.paths[step.trees.start[request] :][: len(positions)]
                 root = root_of(step, request)
                 places = root + rows[np.arange(len(rows)), positions - root]

@@ -26,7 +26,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
 )
 from llmctl.plugins.core.cache_home import cache_home
-from llmctl.plugins.core.calls import StepInputs, Trees
+from llmctl.plugins.core.calls import StepInputs, Trees, tree_lens
 from llmctl.plugins.core.examples import Example
 from llmctl.plugins.core.operators import operator_module
 from llmctl.publish import write_cached
@@ -44,7 +44,11 @@ def step_arrays(step: StepInputs) -> dict[str, NDArray[np.int32]]:
     """Copies of a step's arrays by their names on the device."""
     no_trees = Trees(np.full(step.num_requests, -1, np.int32), np.zeros((1, 1), np.int32))
     trees = step.trees or no_trees
-    paths = {"tree_start": trees.start.copy(), "paths": trees.paths.copy()}
+    paths = {
+        "tree_start": trees.start.copy(),
+        "tree_root": step.kv_len - tree_lens(step, trees),
+        "paths": trees.paths.copy(),
+    }
     names = [name for name in DeviceStep.__dataclass_fields__ if name not in paths]
     return {name: getattr(step, name).copy() for name in names} | paths
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from llmctl.plugins.core.calls import Trees
+from llmctl.plugins.ops.paged_attention import kernel
 from llmctl.runtime.step import find_paths
 from support.attention import FP8, INT8, Execute, World, same_bits
 
@@ -81,17 +84,54 @@ def differing_tokens(
     with `beside`, requests 1 and 2 are in the step, a chain of five and a prompt. `decoded` keeps
     what paths gave, for other trees in the same world; `padding` is in tokens and requests."""
     rows = {} if decoded is None else decoded
-    paths, depths = find_paths(world.trees[0])
-    parts = [(0, root, len(paths))]
+    count = 1 + len(world.trees[0])
+    parts = [(0, root, count)]
     if beside:
-        parts = [(2, 0, 80), (0, root, len(paths)), (1, 20, 5)]
+        parts = [(2, 0, 80), (0, root, count), (1, 20, 5)]
     found = world.run(parts, execute, padding)[beside]
+    return _differing(world, root, range(count), found, execute, rows)
+
+
+def differing_chosen(
+    world: World, root: int, chosen: Sequence[int], execute: Execute, decoded: Rows | None = None
+) -> list[int]:
+    """The same of some tokens of the tree in a step of their own, as if earlier steps had stored
+    the root and the others."""
+    part, at = [(0, root, 1 + len(world.trees[0]))], np.array(chosen)
+    whole, call = world.step(part), world.call(part)
+    assert whole.trees is not None
+    roots = np.array([root], np.int32)
+    step = replace(
+        whole,
+        token_ids=whole.token_ids[at],
+        position_ids=whole.position_ids[at],
+        slot_mapping=whole.slot_mapping[at],
+        cu_q=np.array([0, len(at)], np.int32),
+        trees=Trees(np.zeros(1, np.int32), whole.trees.paths[at], roots),
+    )
+    q = call.inputs["q"][torch.from_numpy(at)].contiguous()
+    out = call.outputs["out"][: len(at)]
+    own = replace(call, inputs={**call.inputs, "q": q}, outputs={"out": out})
+    execute(kernel.launches(own, world.env(step), world.shape(step)))
+    return _differing(world, root, chosen, out, execute, {} if decoded is None else decoded)
+
+
+def _differing(
+    world: World,
+    root: int,
+    tokens: Iterable[int],
+    found: torch.Tensor,
+    execute: Execute,
+    rows: Rows,
+) -> list[int]:
+    paths, depths = find_paths(world.trees[0])
     wrong = []
-    for token, depth in enumerate(depths.tolist()):
+    for row, token in enumerate(tokens):
+        depth = int(depths[token])
         path = tuple(paths[token, : depth + 1].tolist())
         if (root, path) not in rows:
             plain = along(world, root, path)
             (rows[root, path],) = plain.run([(0, root + depth, 1)], execute)
-        if not same_bits(found[token : token + 1], rows[root, path]):
+        if not same_bits(found[row : row + 1], rows[root, path]):
             wrong.append(token)
     return wrong

@@ -89,7 +89,7 @@ class StepShape:
     num_rows: int
     max_query_len: int  # most tokens of one request
     max_kv_len: int  # no request's kv_len is larger
-    max_tree_len: int = 0  # most tokens of a request with a tree; 0: there is none
+    max_tree_len: int = 0  # most keys of a request from its tree's root on; 0: there is none
     num_single: int = (
         0  # of the requests so many at least have one token: they are no context chunks
     )
@@ -110,8 +110,9 @@ class DeviceStep:
     block_tables: torch.Tensor  # [max_batch_size, max_blocks]
     slot_mapping: torch.Tensor  # [max_num_tokens]; -1: write nothing
     logit_rows: torch.Tensor  # [max_num_rows]
-    tree_start: torch.Tensor  # [max_batch_size]; of a step with trees (`Trees`)
-    paths: torch.Tensor  # [max_num_rows, max_draft_len + 1]; of a step with trees
+    tree_start: torch.Tensor  # [max_batch_size]; of a step with trees (`Trees`), as what follows
+    tree_root: torch.Tensor  # [max_batch_size]: the position of the root, where there is a tree
+    paths: torch.Tensor  # [max_num_rows, max_draft_len + 1]
 
 
 def step_shapes(limits: StepLimits) -> dict[str, tuple[int, ...]]:
@@ -126,6 +127,7 @@ def step_shapes(limits: StepLimits) -> dict[str, tuple[int, ...]]:
         "slot_mapping": (tokens,),
         "logit_rows": (rows,),
         "tree_start": (batch,),
+        "tree_root": (batch,),
         "paths": (rows, limits.max_draft_len + 1),
     }
 

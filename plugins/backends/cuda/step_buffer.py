@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, StepLimits, step_shapes
-from llmctl.plugins.core.calls import StepInputs, Trees
+from llmctl.plugins.core.calls import StepInputs, Trees, tree_lens
 
 _RING = 4  # pinned copies of the step: uploads that may be in flight
 _LISTS = ("token_ids", "position_ids", "slot_mapping", "cu_q", "kv_len", "logit_rows")
-_ORDER = (*_LISTS, "block_tables", "tree_start", "paths")
+_ORDER = (*_LISTS, "block_tables", "tree_start", "tree_root", "paths")
 _ALIGNMENT = 64  # elements of int32, so every array starts at 256 bytes
 
 
@@ -78,13 +78,13 @@ class StepBuffer:
         table[:rows, :width] = step.block_tables[:, :width]
         self._copy(slot, 0, self._starts["block_tables"] + rows * table.shape[1], stream)
         if step.trees is not None:
-            self._upload_trees(step.trees, slot, stream)
+            self._upload_trees(step, step.trees, slot, stream)
         self._events[slot].record(stream)
 
-    def _upload_trees(self, trees: Trees, slot: int, stream: int) -> None:
-        assert trees.roots is None, "kernels take the first token of a tree as its root"
+    def _upload_trees(self, step: StepInputs, trees: Trees, slot: int, stream: int) -> None:
         arrays = self._slots[slot]
         _fill(arrays["tree_start"], trees.start, "tree_start")
+        _fill(arrays["tree_root"], step.kv_len - tree_lens(step, trees), "tree_root")
         num_paths, width = trees.paths.shape
         paths = arrays["paths"]
         assert num_paths <= len(paths), (

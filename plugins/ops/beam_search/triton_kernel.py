@@ -36,12 +36,17 @@ def offer(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     exists = ids < VOCAB
     values = tl.load(logits + row.to(tl.int64) * VOCAB + ids, mask=exists, other=0.0)
-    list_best(values, ids, exists, keys, sums, row.to(tl.int64) * tl.num_programs(0) + chunk, count)
+    place = row.to(tl.int64) * tl.num_programs(0) + chunk
+    own, largest = weigh_chunk(values, ids, exists, sums, place)
+    for nth in range(0, count):
+        tl.store(keys + place * count + nth, largest)
+        largest = tl.max(tl.where(own < largest, own, 0), axis=0)
 
 
 @triton.jit
-def list_best(values, ids, exists, keys, sums, place, count):
-    """What `offer` says of the logits of a chunk, which is the place-th of all."""
+def weigh_chunk(values, ids, exists, sums, place):
+    """(keys of a chunk's logits, the largest of them), and what `offer` says of their sums; the
+    chunk is the place-th of all."""
     values = tl.where(values != values, -LARGE, tl.minimum(tl.maximum(values, -LARGE), LARGE))
     order = order_of(values).to(tl.int64)
     own = tl.where(exists, ((order + 2147483648) << 31) | (0x7FFFFFFF - ids).to(tl.int64), 0)
@@ -50,9 +55,7 @@ def list_best(values, ids, exists, keys, sums, place, count):
     tl.store(sums + place * 2, top)
     parts = tl.where(exists, tl.exp(tl.where(exists, values - top, 0.0)), 0.0)
     tl.store(sums + place * 2 + 1, tl.sum(parts, axis=0))
-    for nth in range(0, count):
-        tl.store(keys + place * count + nth, largest)
-        largest = tl.max(tl.where(own < largest, own, 0), axis=0)
+    return own, largest
 
 
 @triton.jit

@@ -31,14 +31,17 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     return gather(call.inputs["x"], env.step.logit_rows, call.outputs["out"], shape.num_rows)
 
 
-def gather(source: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, count: int) -> list[Launch]:
-    """Copy `count` rows of `source` [N, W]; `rows` is int32 on the device."""
+def gather(
+    source: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, count: int, beside: int = 1
+) -> list[Launch]:
+    """Copy `count` rows of `source` [N, W]; `rows` is int32 on the device. beside: how many such
+    rows are side by side in one of the tensor that `out` is a part of."""
     if count == 0:
         return []
     num_rows, width = source.shape
     spec = gather_spec(source)
     grid = (count, -(-width // int(spec.constants["BLOCK"])), 1)
-    return [Launch(spec, grid, (source, rows, out, num_rows))]
+    return [Launch(spec, grid, (source, rows, out, num_rows, beside))]
 
 
 def gather_spec(source: torch.Tensor) -> KernelSpec:
@@ -47,6 +50,6 @@ def gather_spec(source: torch.Tensor) -> KernelSpec:
     return KernelSpec(
         name=f"gather.{short_name(source.dtype)}.w{width}",
         source="llmctl.plugins.ops.gather_rows.triton_kernel:gather",
-        arguments=(pointer(source.dtype), "*i32", pointer(source.dtype), "i32"),
+        arguments=(pointer(source.dtype), "*i32", pointer(source.dtype), "i32", "i32"),
         constants={"WIDTH": width, "BLOCK": min(_BLOCK, power_of_two(width)), "PDL": True},
     )

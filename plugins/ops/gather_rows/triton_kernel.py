@@ -13,11 +13,12 @@ def gather(
     rows,
     out,
     num_source_rows,
+    beside,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[i] = source[rows[i]]."""
+    """out[i * beside] = source[rows[i]]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -26,7 +27,7 @@ def gather(
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < WIDTH
     values = tl.load(source + row * WIDTH + offsets, mask=mask)
-    tl.store(out + index * WIDTH + offsets, values, mask=mask)
+    tl.store(out + index * beside * WIDTH + offsets, values, mask=mask)
 
 
 @triton.jit

@@ -153,6 +153,7 @@ def _split(
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *own_tensors(call, env),
         step.tree_start,
+        step.tree_root,
         step.paths,
         partial,
         states,

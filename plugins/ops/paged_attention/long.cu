@@ -30,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
                 const int* block_tables, float* partial, int* counters, float softmax_scale,
                 int table_stride, int block_tokens, int max_tokens, int streams, int max_units
 #if TREE
-                , int num_pages, int num_tokens, const int* tree_start, const int* paths,
-                int path_stride
+                , int num_pages, int num_tokens, const int* tree_start, const int* tree_root,
+                const int* paths, int path_stride
 #endif
     ) {
   extern __shared__ __align__(1024) u8 memory[];
@@ -50,8 +50,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
   wait_for_dependencies();
   const int request = blockIdx.z, head = blockIdx.y % HEADS;
   const int first_token = blockIdx.y / HEADS * block_tokens;
+#if TREE
+  const columns::StepTrees trees = {tree_start, tree_root, paths, path_stride};
+  const Numbers numbers = trees.load_numbers(cu_q, kv_lens, request);
+#else
   const Numbers numbers = {load_int(cu_q + request), load_int(cu_q + request + 1),
                            load_int(kv_lens + request)};
+#endif
   const int count = numbers.end - numbers.start;
   const int limit = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
   if (count > max_tokens || first_token >= count || limit <= 0) return;
@@ -100,8 +105,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
 #if TREE
   if (has_tail) {
     const int* table = block_tables + (long long)request * table_stride;
-    const Sources from = {q,     cache,        position_ids, tree_start, paths,
-                          table, table_stride, path_stride,  num_pages,  num_tokens};
+    const Sources from = {q, cache, position_ids, trees, table, table_stride, num_pages, num_tokens};
     bring_tail(tail, rows, from, first_token);
   }
 #endif

@@ -94,12 +94,13 @@ def long_launch(
     splits = limits.num_sms // groups
     units = count_units(min(shape.max_kv_len, limits.max_seq_len))
     floats = groups * units * block_tokens * group * (size + 2)
-    if splits < 2 or has_trees and most > MAX_TREE or floats > partials[0].numel():
+    behind = max(most, shape.max_tree_len)  # keys from a root's on
+    if splits < 2 or has_trees and behind > MAX_TREE or floats > partials[0].numel():
         return None
     trees: tuple[torch.Tensor | int, ...] = ()
     if has_trees:
         tokens = min(call.inputs["q"].shape[0], step.position_ids.shape[0])
-        places = (step.tree_start, step.paths, step.paths.stride(0))
+        places = (step.tree_start, step.tree_root, step.paths, step.paths.stride(0))
         trees = (env.kv_cache[0].shape[0], tokens, *places)
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *tensors,
@@ -140,7 +141,7 @@ def long_spec(call: OpCall, limits: StepLimits, *, has_trees: bool) -> KernelSpe
         source="ops/paged_attention/long.cu",
         arguments=(
             *(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 5),
-            *(("i32", "i32", "*i32", "*i32", "i32") if has_trees else ()),
+            *(("i32", "i32", *["*i32"] * 3, "i32") if has_trees else ()),
         ),
         constants=constants,
         entry="attend_long",

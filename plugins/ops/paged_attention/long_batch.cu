@@ -45,8 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const int* block_tables, float* partial, int* counters, float softmax_scale,
                 int table_stride, int block_tokens, int max_tokens, int max_entries
 #if TREE
-                , int num_pages, int num_tokens, const int* tree_start, const int* paths,
-                int path_stride
+                , int num_pages, int num_tokens, const int* tree_start, const int* tree_root,
+                const int* paths, int path_stride
 #endif
     ) {
   extern __shared__ __align__(1024) u8 memory[];
@@ -59,8 +59,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_dependencies();
   const int request = blockIdx.z, head = blockIdx.y % HEADS;
   const int first_token = blockIdx.y / HEADS * block_tokens;
+#if TREE
+  const StepTrees trees = {tree_start, tree_root, paths, path_stride};
+  const Numbers numbers = trees.load_numbers(cu_q, kv_lens, request);
+#else
   const Numbers numbers = {load_int(cu_q + request), load_int(cu_q + request + 1),
                            load_int(kv_lens + request)};
+#endif
   const int count = numbers.end - numbers.start;
   const int limit = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
   if (count > max_tokens || first_token >= count || limit <= 0) return;
@@ -113,8 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const bool is_held =
         attend_share(its, share, copier, full_tiles, last_key, scale, held, sums, row);
     if (has_tail) {
-      const Sources from = {q,     cache,        position_ids, tree_start, paths,
-                            table, table_stride, path_stride,  num_pages,  num_tokens};
+      const Sources from = {q, cache, position_ids, trees, table, table_stride, num_pages, num_tokens};
       attend_tail(tail, shared, its, is_held, sums, row, from, first_token, end, scale);
     }
 #else

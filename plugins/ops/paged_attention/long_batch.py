@@ -60,7 +60,7 @@ class Variant:
 VARIANTS = (Variant(48, 3, 3, 0.91), Variant(88, 2, 3, 1.17), Variant(128, 2, 2, 1.70))
 TREE_VARIANTS = VARIANTS[-1:]  # the others were not measured
 WINDOW_TILES = 3  # from a tree's root's on
-MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # tokens: from any place in the root's tile
+MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
 # How long_batch.cu divides a context: what merging a work item costs, a tile, and in tiles what
 # follows a tree's root.
 _ITEM_COST, _TILE_COST, _TAIL_TILES = 2, 4, 6
@@ -123,13 +123,13 @@ def long_batch_launch(
         return None
     if not covers_long_batch(call, limits, has_trees=has_trees):
         return None
-    if has_trees and min(shape.max_query_len, short) > MAX_TREE:
+    if has_trees and max(min(shape.max_query_len, short), shape.max_tree_len) > MAX_TREE:
         return None
     cut = choose_cut(call, limits, shape, short, partials[0].numel(), has_trees=has_trees)
     trees: tuple[torch.Tensor | int, ...] = ()
     if has_trees:
         tokens = min(call.inputs["q"].shape[0], step.position_ids.shape[0])
-        places = (step.tree_start, step.paths, step.paths.stride(0))
+        places = (step.tree_start, step.tree_root, step.paths, step.paths.stride(0))
         trees = (env.kv_cache[0].shape[0], tokens, *places)
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *tensors,
@@ -223,7 +223,7 @@ def long_batch_spec(
         source="ops/paged_attention/long_batch.cu",
         arguments=(
             *(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 4),
-            *(("i32", "i32", "*i32", "*i32", "i32") if has_trees else ()),
+            *(("i32", "i32", *["*i32"] * 3, "i32") if has_trees else ()),
         ),
         constants=constants,
         entry="attend_long_batch",

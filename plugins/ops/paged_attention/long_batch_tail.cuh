@@ -11,9 +11,10 @@ constexpr int LINE_BYTES = STEPS * 256;  // of the queries of 8 rows
 struct Sources {
   const MODEL_TYPE::Storage* q;
   const KV_TYPE::Storage* cache;
-  const int *position_ids, *tree_start, *paths;
+  const int* position_ids;
+  StepTrees trees;
   const int* table;  // the request's pages
-  int table_stride, path_stride, num_pages, num_tokens;
+  int table_stride, num_pages, num_tokens;
 };
 
 // A work item that is being processed, as merging reads it; the window of keys and values; queries of warps; where each
@@ -77,9 +78,8 @@ DEVICE void bring_tail(const Tail& tail, const Part& part, const Sources& from, 
   for (int block = warp; 8 * block < part.num_rows; block += WARPS) {
     const int nth = 8 * block / GROUP;  // of the columns' tokens
     const ColumnTokens tokens =
-        tail.paths.load_tokens(from.position_ids, from.tree_start, from.path_stride, part.request,
-                               first_token + nth, from.num_tokens);
-    tail.paths.find_rows(tail.table, tokens, from.paths, from.path_stride, first_token + nth, nth);
+        tail.paths.load_tokens(from.position_ids, first_token + nth, from.num_tokens);
+    tail.paths.find_rows(tail.table, tokens, from.trees, first_token + nth, nth);
     stage_columns(tail.queries + block * LINE_BYTES, from.q, part, block);
     if (lane < 8) {
       const int row = 8 * block + lane, token = part.first_token + row / GROUP;

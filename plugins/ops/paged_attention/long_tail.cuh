@@ -35,9 +35,10 @@ static_assert(Tail::BYTES <= SHARED_BYTES, "room for all of it");
 struct Sources {
   const MODEL_TYPE::Storage* q;
   const KV_TYPE::Storage* cache;
-  const int *position_ids, *tree_start, *paths;
+  const int* position_ids;
+  columns::StepTrees trees;
   const int* table;  // the request's pages
-  int table_stride, path_stride, num_pages, num_tokens;
+  int table_stride, num_pages, num_tokens;
 };
 
 // Brings keys, values and queries, and looks up paths; by the computing warps.
@@ -52,9 +53,8 @@ DEVICE void bring_tail(const Tail& tail, const Rows& rows, const Sources& from, 
   for (int block = warp; 8 * block < rows.num_rows; block += COMPUTING / 32) {
     const int nth = 8 * block / GROUP;  // of the columns' tokens
     const columns::ColumnTokens tokens =
-        tail.paths.load_tokens(from.position_ids, from.tree_start, from.path_stride, rows.request,
-                               first_token + nth, from.num_tokens);
-    tail.paths.find_rows(tail.table, tokens, from.paths, from.path_stride, first_token + nth, nth);
+        tail.paths.load_tokens(from.position_ids, first_token + nth, from.num_tokens);
+    tail.paths.find_rows(tail.table, tokens, from.trees, first_token + nth, nth);
     stage_columns(tail.queries + block * LINE_BYTES, from.q, item, block);
     if (lane < 8) {
       const int row = 8 * block + lane, token = rows.first_token + row / GROUP;

@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
          const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
          const int* position_ids, const int* cu_q, const int* kv_lens, const int* block_tables,
          float softmax_scale, int table_stride, int max_tokens, int num_pages, int num_tokens,
-         const int* tree_start, const int* paths, int path_stride) {
+         const int* tree_start, const int* tree_root, const int* paths, int path_stride) {
   extern __shared__ __align__(1024) u8 memory[];
   launch_dependents();
   const Shared shared = {shared_address(memory), memory};
@@ -94,16 +94,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
   Part part;
   part.request = blockIdx.z, part.head = blockIdx.y % HEADS;
   part.first_token = blockIdx.y / HEADS * TOKENS;
-  part.paths.start({load_int(cu_q + part.request), load_int(cu_q + part.request + 1),
-                    load_int(kv_lens + part.request)});
+  const columns::StepTrees trees = {tree_start, tree_root, paths, path_stride};
+  part.paths.start(trees.load_numbers(cu_q, kv_lens, part.request));
   const Numbers& numbers = part.paths.numbers;
   const int count = numbers.end - numbers.start;
   if (count > max_tokens || part.first_token >= count || numbers.limit <= 0) return;
   part.tiles = min(columns::TreePaths::first_tile(numbers), table_stride * TOKENS_PER_BLOCK / KEYS);
   part.all_tiles = max(last_seen(part, position_ids, num_tokens) / KEYS, part.tiles) + 1;
   part.all_tiles = min(part.all_tiles, part.tiles + WINDOW_TILES);
-  const Sources from = {q,     cache,        position_ids, block_tables, tree_start,
-                        paths, table_stride, path_stride,  num_pages,    num_tokens};
+  const Sources from = {q,     cache,        position_ids, block_tables,
+                        trees, table_stride, num_pages,    num_tokens};
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
   if (threadIdx.x < THREADS) {  // of 512 registers for four threads: 88, 208, 104, 104
     asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");

@@ -43,7 +43,7 @@ MAX_CONTEXT = 4096
 _ROWS_PER_US = 128
 WARPS = 16  # four that load, four that compute, eight for the keys behind the root
 WINDOW_TILES = 3  # from the root's tile on
-MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # tokens: from any place in the root's tile
+MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
 
 
 def covers_trees(call: OpCall, limits: StepLimits) -> bool:
@@ -60,11 +60,16 @@ def count_blocks(call: OpCall, num_requests: int, max_tokens: int) -> int:
 
 
 def estimate_us(
-    call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int, max_kv_len: int
+    call: OpCall,
+    limits: StepLimits,
+    num_requests: int,
+    max_tokens: int,
+    max_kv_len: int,
+    max_tree_len: int,
 ) -> float | None:
-    """About how many microseconds a step of trees of up to max_tokens tokens takes; None where
-    the kernel cannot compute it, or is not used."""
-    if not covers_trees(call, limits) or max_tokens > MAX_TREE or max_kv_len > MAX_CONTEXT:
+    """About how many microseconds a step takes with trees as in `choose_tree_variant`, or with
+    chains; None where the kernel cannot compute it, or is not used."""
+    if not covers_trees(call, limits) or max_tree_len > MAX_TREE or max_kv_len > MAX_CONTEXT:
         return None
     waves = -(-count_blocks(call, num_requests, max_tokens) // limits.num_sms)
     return waves * (_WAVE_US + _TILE_US * -(-max_kv_len // KEYS))
@@ -81,7 +86,7 @@ def fast_tree_launch(
     """How a step attends fastest for requests of up to `short` tokens, chains and trees: by this
     kernel or verification.cu. None where Triton's is faster, or no other can."""
     limits, requests, most = env.limits, shape.num_requests, min(shape.max_query_len, short)
-    step = (call, limits, requests, most, shape.max_kv_len)
+    step = (call, limits, requests, most, shape.max_kv_len, max(most, shape.max_tree_len))
     found = choose_tree_variant(*step) if covers_batch(call, limits) else None
     own_us = estimate_us(*step)
     if own_us is not None and (found is None or own_us < found[1]):
@@ -108,7 +113,7 @@ def fast_chain_launch(
     is_wave = count_blocks(call, requests, most) <= limits.num_sms  # more were not always faster
     if not limits.takes_trees or not is_wave:  # without trees engines have no binary of it
         return None
-    own_us = estimate_us(call, limits, requests, most, shape.max_kv_len)
+    own_us = estimate_us(call, limits, requests, most, shape.max_kv_len, most)
     rows = requests * most * int(call.attributes["num_heads"])
     other_us = rows / _ROWS_PER_US * (0.5 + -(-shape.max_kv_len // KEYS) / 32)
     if own_us is None or own_us >= other_us:
@@ -141,6 +146,7 @@ def tree_launch(
         env.kv_cache[0].shape[0],
         min(call.inputs["q"].shape[0], step.position_ids.shape[0]),
         step.tree_start,
+        step.tree_root,
         step.paths,
         step.paths.stride(0) if has_trees else 0,
     )
@@ -173,7 +179,8 @@ def tree_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
             *tensor_types(call, limits),
             "fp32",
             *["i32"] * 4,
-            *("*i32", "*i32", "i32"),
+            *["*i32"] * 3,
+            "i32",
         ),
         constants=constants
         | {

@@ -9,6 +9,8 @@
 //
 // A warp processes a block of 8 columns, tokens one after another; columns of other tokens see nothing, which
 // leaves their state as it is.
+//
+// The root is the first of a request's tokens, or earlier steps have stored it, and other tokens of the paths.
 #pragma once
 
 #include "ops/paged_attention/batch_state.cuh"
@@ -36,9 +38,21 @@ struct PathKeys {
   }
 };
 
-// What a warp's tokens see of their tree. A position is -1 where there is no token.
+// Which requests of a step have trees: arrays as in `DeviceStep`. No request does where `stride` is 0.
+struct StepTrees {
+  const int *start, *root, *paths;
+  int stride;  // of paths
+
+  DEVICE int load_start(int request) const { return stride > 0 ? load_int(start + request) : -1; }
+  DEVICE Numbers load_numbers(const int* cu_q, const int* kv_lens, int request) const {
+    return {load_int(cu_q + request), load_int(cu_q + request + 1), load_int(kv_lens + request),
+            load_start(request), load_int(root + request)};
+  }
+};
+
+// The positions of a warp's tokens; -1 where there is no token.
 struct ColumnTokens {
-  int tree, positions[BLOCK_TOKENS];
+  int positions[BLOCK_TOKENS];
 };
 
 // A request's tail.
@@ -46,12 +60,13 @@ struct TreePaths {
   Numbers numbers;
   int root, first;  // positions of the root, and of the window's first key
 
-  // Tiles before it are shared by all tokens.
-  static DEVICE int first_tile(const Numbers& numbers) {
-    return max(numbers.limit - (numbers.end - numbers.start), 0) / KEYS;
+  static DEVICE int find_root(const Numbers& its) {  // the first token of a request without a tree
+    return its.tree < 0 ? max(its.limit - (its.end - its.start), 0) : min(max(its.root, 0), its.limit);
   }
+  // Tiles before it are shared by all tokens.
+  static DEVICE int first_tile(const Numbers& numbers) { return find_root(numbers) / KEYS; }
   DEVICE void start(const Numbers& now) {
-    numbers = now, root = max(now.limit - (now.end - now.start), 0);
+    numbers = now, root = find_root(now);
     first = root / KEYS * KEYS;
   }
   DEVICE int root_unit() const { return count_units(first / KEYS + 1) - 1; }
@@ -91,11 +106,9 @@ struct TreePaths {
     }
     commit_copies();
   }
-  // Where the request's tree is in `paths`, and the positions of a warp's tokens from first_token on.
-  DEVICE ColumnTokens load_tokens(const int* positions, const int* tree_start, int path_stride,
-                                  int request, int first_token, int num_tokens) const {
+  // The positions of a warp's tokens from first_token on.
+  DEVICE ColumnTokens load_tokens(const int* positions, int first_token, int num_tokens) const {
     ColumnTokens its;
-    its.tree = path_stride > 0 ? load_int(tree_start + request) : -1;
 #pragma unroll
     for (int t = 0; t < BLOCK_TOKENS; ++t) {
       const int token = first_token + t;
@@ -107,21 +120,21 @@ struct TreePaths {
   }
   // The row of the window of each key of the tail, for these tokens from first_token on: nth and those behind it of
   // the table.
-  DEVICE void find_rows(u8 (*table)[WINDOW_KEYS], const ColumnTokens& its, const int* paths,
-                        int path_stride, int first_token, int nth) const {
-    const int tree = its.tree, count = numbers.end - numbers.start;
+  DEVICE void find_rows(u8 (*table)[WINDOW_KEYS], const ColumnTokens& its, const StepTrees& trees,
+                        int first_token, int nth) const {
+    const int tree = numbers.tree, count = numbers.limit - root;
 #pragma unroll
     for (int t = 0; t < BLOCK_TOKENS; ++t) {
       const int token = first_token + t, position = its.positions[t];
       const bool is_real = position >= 0;
-      const int* path = paths + (long long)(tree + token) * path_stride;
+      const int* path = trees.paths + (long long)(tree + token) * trees.stride;
       for (int four = lane_id(); four < WINDOW_KEYS / 4; four += 32) {
         u32 rows = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int key = first + 4 * four + i, depth = key - root;
           int node = depth;
-          if (tree >= 0 && is_real && depth >= 0 && depth < path_stride) node = load_int(path + depth);
+          if (tree >= 0 && is_real && u32(depth) < u32(trees.stride)) node = load_int(path + depth);
           int row = depth < 0 ? key - first : root - first + node;
           const bool is_seen = key <= position && u32(depth < 0 ? 0 : node) < u32(count);
           rows |= u32(is_seen && u32(row) < WINDOW_KEYS ? row : NO_ROW) << (8 * i);

@@ -123,8 +123,9 @@ DEVICE void load_columns(columns::ColumnState& state, const Handed& from, int bl
 struct Sources {
   const MODEL_TYPE::Storage* q;
   const KV_TYPE::Storage* cache;
-  const int *position_ids, *block_tables, *tree_start, *paths;
-  int table_stride, path_stride, num_pages, num_tokens;
+  const int *position_ids, *block_tables;
+  columns::StepTrees trees;
+  int table_stride, num_pages, num_tokens;
 };
 
 // Attends to the keys from the root's tile on, for 8 of the part's rows.
@@ -136,13 +137,12 @@ DEVICE void attend_tail(const TailShared& shared, u32 query_operands, const Part
   const int first_nth = 8 * block / GROUP;  // of the columns' tokens
   const int first_token = part.first_token + first_nth;
   const int page = part.paths.load_page(table, from.table_stride);
-  const columns::ColumnTokens tokens = part.paths.load_tokens(
-      from.position_ids, from.tree_start, from.path_stride, part.request, first_token,
-      from.num_tokens);
+  const columns::ColumnTokens tokens =
+      part.paths.load_tokens(from.position_ids, first_token, from.num_tokens);
   if (block == 0) columns::TreePaths::clear_row(shared.window);
   part.paths.copy_window<TAIL_THREADS>(shared.window, thread, from.cache, part.head, page,
                                        from.table_stride, from.num_pages);
-  part.paths.find_rows(shared.rows, tokens, from.paths, from.path_stride, first_token, first_nth);
+  part.paths.find_rows(shared.rows, tokens, from.trees, first_token, first_nth);
   const u32 queries_at = query_operands + block * (STEPS * 256);
   stage_columns(queries_at, from.q, item, block);
   if (lane < 8) {

@@ -46,6 +46,7 @@ def generation(
     kv_lens,
     block_tables,
     tree_start,
+    tree_root,
     paths,
     partial_acc,
     partial_state,
@@ -80,7 +81,7 @@ def generation(
     log2(e). A request with more than max_entries units is not split. AHEAD: what is on its way
     while a tile is computed: 0 nothing, 1 the next tile's pages, 2 also its keys and values. REACH
     and SINKS are as in `context`; tiles of sinks that do not touch the window are split 0's. With
-    HAS_TREES requests may be trees (AHEAD is 0 then): `Trees` says what tree_start and paths hold.
+    HAS_TREES requests may be trees (AHEAD is 0 then): `DeviceStep` says where.
     """
     if PDL:
         gdc_launch_dependents()
@@ -117,7 +118,7 @@ def generation(
     before = 0
     lowest = limit - count + first_token
     if HAS_TREES:
-        root, tree_row = tree_of(tree_start, request, limit, count)
+        root, tree_row = tree_of(tree_start, tree_root, request, limit)
         lowest = tl.minimum(lowest, root)
     if HAS_WINDOW:
         first_tile = tl.maximum(lowest - REACH + 1, 0) // KEYS

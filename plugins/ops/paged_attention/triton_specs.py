@@ -33,7 +33,7 @@ def split_spec(call: OpCall, limits: StepLimits, has_trees: bool = False) -> Ker
         source=f"{_GENERATION}:generation",
         arguments=(
             *tensor_types(call, limits),
-            *("*i32", "*i32", "*fp32", "*fp32", "*i32"),
+            *(*["*i32"] * 3, "*fp32", "*fp32", "*i32"),
             "fp32",
             *["i32"] * (5 + len(window_arguments(call, has_trees))),
         ),

@@ -17,11 +17,11 @@ from llmctl.plugins.ops.paged_attention.triton_tiles import KEYS, keys_of, load_
 
 
 @triton.jit
-def tree_of(tree_start, request, limit, count):
+def tree_of(tree_start, tree_root, request, limit):
     """(the root's position, its row of the paths); where the request has no tree, no key lies
     behind the root."""
     row = tl.load(tree_start + request)
-    root = tl.where(row >= 0, limit - count, limit)
+    root = tl.load(tree_root + request, mask=row >= 0, other=limit)
     return root, tl.maximum(row, 0).to(tl.int64)
 
 

@@ -47,6 +47,9 @@ DEVICE int thread_from_here() {
   return thread;
 }
 
+// A number in shared memory, read again instead of kept in a register.
+DEVICE int reload(const int& x) { return *(const volatile int*)&x; }
+
 DEVICE int load_int(const int* p) { return __ldcg(p); }  // bypasses L1: other kernels write these
 
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
@@ -81,6 +84,7 @@ DEVICE int count_units(int tiles) {
 // The step parameters of one request.
 struct Numbers {
   int start, end, limit;  // its tokens, its keys
+  int tree, root;         // its first row of `paths` or -1, and the position of its root (tree_paths.cuh)
 };
 
 // One warp reads them for its block, one per lane: every block reads the same few lines, and L2 serves

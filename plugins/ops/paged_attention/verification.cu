@@ -30,9 +30,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  const int* block_tables, float softmax_scale, int table_stride, int block_tokens,
                  int max_tokens, int num_pages, int num_tokens
 #if TREE
-                 , const int* tree_start, const int* paths, int path_stride
+                 , const int* tree_start, const int* tree_root, const int* paths, int path_stride
 #endif
                  ) {
+#if TREE
+  const StepTrees trees = {tree_start, tree_root, paths, path_stride};
+#else
+  const StepTrees trees = {};
+#endif
   extern __shared__ __align__(1024) u8 memory[];
   const Shared shared(memory);
   if (threadIdx.x == 0) {
@@ -66,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   First first;
   const auto gather = [&] {
     if (warp == 0) {
-      first.read(cu_q, kv_lens, request, table, rank, table_stride);
+      first.read(cu_q, kv_lens, trees, request, table, rank, table_stride);
       first.give(gathered, num_pages);
     }
     __syncthreads();
@@ -93,15 +98,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     First now;
     int position = 0;  // of the lane's row
     if (warp == 0) {   // requested together with the queries, and used after them
-      now.read(cu_q, kv_lens, request, table, rank, table_stride);
+      now.read(cu_q, kv_lens, trees, request, table, rank, table_stride);
       const int token = from + lane / GROUP;
       if (lane < num_rows && u32(token) < u32(num_tokens)) position = load_int(position_ids + token);
     }
     if (is_unit) bring(false);
 #if TREE
     if (is_tail) {
-      tail.begin(numbers, table, table_stride, position_ids, tree_start, path_stride, request,
-                 first_token, num_tokens);
+      tail.begin(numbers, table, table_stride, position_ids, first_token, num_tokens);
     }
 #endif
     stage_queries(shared.queries, q, from, head, num_rows, num_tokens);
@@ -120,70 +124,104 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
 
-  Queries queries;
-  queries.at = shared.queries + lane * 8;
   const int all_see = __reduce_min_sync(~0u, gathered.seen[lane % ROWS]);
   const int tiles = (limit + KEYS - 1) / KEYS;  // of a tree: before the root's
   const int all_tiles = TREE ? __reduce_max_sync(~0u, gathered.seen[lane % ROWS]) / KEYS + 1 : tiles;
-  const int units = count_units(all_tiles), root_unit = TREE ? count_units(tiles + 1) - 1 : -1;
+  const int units = count_units(all_tiles);
 #if TREE
   if (is_tail) {
     if (tail.is_hosted(rank)) {
-      tail.bring(shared, cache, head, table_stride, num_pages, paths, path_stride, first_token);
+      tail.bring(shared, cache, head, table_stride, num_pages, trees, first_token);
     }
     wait_for_copies<0>();
     tail.meet();
   }
 #endif
-  int tile = first_tile;
+  if (TREE) gathered.tiles = tiles, gathered.all_tiles = all_tiles;  // the same in all threads
+  // Of trees everything is found again where it is used: kept through products it would be stored in local memory,
+  // which costs more than it looks, because L2 writes it back while weights pass through.
+  const auto known_tiles = [&] { return TREE ? reload(gathered.tiles) : tiles; };
+  const auto known_units = [&] { return TREE ? count_units(reload(gathered.all_tiles)) : units; };
+  const auto own_warp = [&] { return TREE ? thread_from_here() / 32 : warp; };
+  const auto own_slot = [&] { return TREE ? shared.tiles + own_warp() * (2 * TILE_BYTES) : keys; };
+  const auto known_copier = [&] {
+    if (!TREE) return copier;
+    TileCopier its(cache, head, table, thread_from_here() % 32);
+    its.limit = min(reload(gathered.tiles) * KEYS, table_stride * TOKENS_PER_BLOCK);
+#pragma unroll
+    for (int i = 0; i < TILE_PAGES; ++i) its.pages[i] = copier.pages[i];
+    return its;
+  };
+  const auto first_of = [&](int unit) {  // tile, or the end where there is no such work item
+    return unit < known_units() ? unit_start(unit) : known_tiles();
+  };
+  const auto ends_with = [&](int unit, int tile) {
+    return tile + 1 >= min(unit_start(unit + 1), known_tiles());
+  };
+  const auto load_pages = [&](int tile) {
+    TileCopier its = known_copier();
+    if (tile < known_tiles() && !has_second) its.load_pages(tile);
+#pragma unroll
+    for (int i = 0; i < TILE_PAGES; ++i) copier.pages[i] = its.pages[i];
+  };
 #pragma unroll 1
-  for (int start = rank * UNITS, round = 0; start < units; start += SPLITS * UNITS, ++round) {
-    const int unit = start + warp, next_unit = unit + SPLITS * UNITS;
-    if (is_tail) tail.finish(shared, start, units, all_tiles, scale);
-    if (TREE ? is_unit && unit < units && unit_start(unit) < tiles : unit < units) {
-      const int end = min(unit_start(unit + 1), tiles);
-      const int behind = next_unit < units ? unit_start(next_unit) : tiles;
-      State state;
+  for (int round = 0; (round * SPLITS + rank) * UNITS < known_units(); ++round) {
+    const int start = (round * SPLITS + rank) * UNITS;
+    const auto own_unit = [&] { return start + own_warp(); };
+    const auto next_first = [&] { return first_of(own_unit() + SPLITS * UNITS); };
+    if (is_tail) Tail::finish(shared, start, known_units(), reload(gathered.all_tiles), scale);
+    const bool is_busy = TREE ? is_unit && first_of(own_unit()) < known_tiles() : own_unit() < units;
+    FirstColumns some;
+    OtherColumns others;
+    if (HAS_OTHERS && is_busy && ends_with(own_unit(), first_of(own_unit()))) {
+      // Of one tile: some columns are stored where its keys were.
+      const int tile = first_of(own_unit());
+      wait_for_copies<1>();
+      __syncwarp();
+      some.weigh(shared, own_slot(), scale, tile, true, all_see, [] {});
+      others.weigh(shared, own_slot(), scale, tile, true, all_see, [] {});
+      wait_for_copies<0>();
+      __syncwarp();
+      some.add_values(own_slot());
+      some.store(shared);
+      others.add_values(own_slot());
+      __syncwarp();
+      others.store(shared);
+      load_pages(next_first());
+    } else if (is_busy) {
+      int tile = first_of(own_unit());
       bool goes_on;
-      const auto add_tile = [&](bool is_first) {  // of the work item
-        goes_on = tile + 1 < end;
-        const int next = goes_on ? tile + 1 : behind;
-        const u32 at = keys + (has_second && !is_first ? SPARE * (2 * TILE_BYTES) : 0);
-        if (has_second) wait_for_copies<0>();
-        else wait_for_copies<1>();
+      const auto release = [&] {  // the tile's keys have been read: those of the next may arrive
         __syncwarp();
-        Logits logits;
-        multiply_keys(logits, queries, TileKeys(at));
-        __syncwarp();
-        if (next < tiles && !has_second) copier.load_pages(next);
+        load_pages(goes_on ? tile + 1 : next_first());
         if (goes_on && !has_second) {
-          copier.copy(keys, next, 0);
+          known_copier().copy(own_slot(), tile + 1, 0);
         } else {
           commit_copies();  // the same number of groups as if a tile followed
         }
-        int last[COLUMN_BLOCKS][2];
-#pragma unroll
-        for (int n = 0; n < COLUMN_BLOCKS; ++n) {
-          const int2 seen = *(const int2*)(gathered.seen + 8 * n + lane % 4 * 2);
-          last[n][0] = seen.x - tile * KEYS, last[n][1] = seen.y - tile * KEYS;
-        }
-        u32 weights[COLUMN_BLOCKS][BLOCKS][2];
-        const bool is_masked = !TREE && (tile + 1) * KEYS - 1 > all_see;
-        if (TREE && is_first) state.clear();
-        soften(state, logits, weights, last, scale, is_masked, is_first);
+      };
+      const auto add_tile = [&](bool is_first) {  // of the work item
+        goes_on = !ends_with(own_unit(), tile);
+        const u32 at = own_slot() + (has_second && !is_first ? SPARE * (2 * TILE_BYTES) : 0);
+        if (has_second) wait_for_copies<0>();
+        else wait_for_copies<1>();
+        __syncwarp();
+        some.weigh(shared, at, scale, tile, is_first, all_see, release);
+        if (HAS_OTHERS) others.weigh(shared, at, scale, tile, is_first, all_see, release);
         wait_for_copies<1>();
         __syncwarp();
-        multiply_values(state.sums, weights, TileKeys(at + TILE_BYTES));
+        some.add_values(at);
+        if (HAS_OTHERS) others.add_values(at);
         __syncwarp();
-        if (goes_on && !has_second) copier.copy(keys + TILE_BYTES, next, 1);
-        tile = next;
+        if (goes_on && !has_second) known_copier().copy(own_slot() + TILE_BYTES, tile + 1, 1);
+        ++tile;
       };
       if (TREE) {  // few registers are left: the first tile by code of its own, before there are sums
         add_tile(true);
 #pragma unroll 1
         while (goes_on) add_tile(false);
       } else {
-        state.clear();
+        some.state.clear();
         bool is_first = true;
 #pragma unroll 1
         do {
@@ -191,27 +229,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           is_first = false;
         } while (goes_on);
       }
-      store_unit(shared, state, thread_from_here() / 32);
-      if (TREE && unit == root_unit) Tail::stopped();
+      some.store(shared);
+      if (HAS_OTHERS) others.store(shared);
     }
+    if (TREE && is_busy && own_unit() == count_units(known_tiles() + 1) - 1) Tail::stopped();
     __syncthreads();
-    const bool has_before = start > 0, is_last = start + UNITS >= units;
+    const int units_now = known_units();
+    const bool has_before = start > 0, is_last = start + UNITS >= units_now;
     const u32 parity = (rank > 0 ? round : round - 1) & 1;
-    if (warp < MERGERS) {
+    if (own_warp() < MERGERS) {
       Merged merged;
-      merged.append(shared, min(units - start, UNITS), has_before, parity);
+      merged.append(shared, min(units_now - start, UNITS), has_before, parity);
       if (is_last) {
-        const long long at = (numbers.start + first_token) * HEADS + head;
-        merged.store({out, gathered.value_scale, gathered.quanta}, num_rows, at);
+        const Numbers its = gathered.numbers;
+        const long long at = (its.start + first_token) * HEADS + head;
+        const int rows = min(block_tokens, its.end - its.start - first_token) * GROUP;
+        merged.store({out, gathered.value_scale, gathered.quanta}, rows, at);
       } else {
         merged.send(shared, rank + 1 == SPLITS ? 0 : rank + 1);
       }
     }
-    if (next_unit - warp < units) {  // the block's next work items: their tiles overwrite the parts
+    if (start + SPLITS * UNITS < units_now) {  // the block's next work items: their tiles overwrite the parts
       __syncthreads();
       if (is_unit) {
-        copier.copy(keys, tile, 0);
-        copier.copy(keys + TILE_BYTES, tile, 1);
+        const TileCopier its = known_copier();
+        const int tile = next_first();
+        its.copy(own_slot(), tile, 0);
+        its.copy(own_slot() + TILE_BYTES, tile, 1);
       }
     }
   }

@@ -71,7 +71,7 @@ class Variant:
         end = self.splits * self.units
         tiles = unit_start(end) - unit_start(end - self.units)  # of the last block's first units
         pages = tiles * KEYS // limits.tokens_per_block + (limits.tokens_per_block > KEYS)
-        gathered = -(-4 * (self.rows + 3 + pages + 2) // 8) * 8
+        gathered = -(-4 * (self.rows + 7 + pages + 2) // 8) * 8
         trees = 0
         if self.has_trees:  # keys and values from the root's tile on, and each token's rows of them
             window = WINDOW_TILES * tile + max(tile // KEYS, 128)
@@ -88,11 +88,11 @@ VARIANTS = (
 )
 # The same for requests with trees of tokens; the second line where tiles have 16-bit numbers.
 TREE_VARIANTS = (
-    *(Variant(k, 8, rows, has_trees=True) for k in (2, 4) for rows in (8, 16, 24)),
-    *(Variant(4, 4, rows, has_trees=True) for rows in (8, 16, 24)),
+    *(Variant(k, 8, rows, has_trees=True) for k in (2, 4) for rows in _WAVE_US),
+    *(Variant(4, 4, rows, has_trees=True) for rows in _WAVE_US),
 )
 WINDOW_TILES = 2  # from a tree's root's on
-MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # tokens: from any place in the root's tile
+MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
 
 
 def verification_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
@@ -124,15 +124,20 @@ def _runs_at_once(
 
 
 def choose_tree_variant(
-    call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int, max_kv_len: int
+    call: OpCall,
+    limits: StepLimits,
+    num_requests: int,
+    max_tokens: int,
+    max_kv_len: int,
+    max_tree_len: int,
 ) -> tuple[Variant, float] | None:
-    """How to run a step with trees of up to max_tokens tokens fastest, and about how many
-    microseconds that takes; None where no binary can.
+    """How to run a step with trees, of up to max_tokens tokens in it and max_tree_len keys from the
+    root's on, fastest, and about how many microseconds that takes; None where no binary can.
 
     One thread block runs per multiprocessor, and what does not fit follows in further waves.
     """
     variants = _tree_variants(call, limits)
-    if max_tokens > MAX_TREE or not variants:
+    if max_tree_len > MAX_TREE or not variants:
         return None
 
     def microseconds(variant: Variant) -> float:
@@ -191,7 +196,8 @@ def verification_launch(
     grid = (variant.splits, groups // num_requests, num_requests)
     if variant.has_trees:
         step = env.step
-        arguments = (*arguments, step.tree_start, step.paths, step.paths.stride(0))
+        places = step.tree_start, step.tree_root, step.paths, step.paths.stride(0)
+        arguments = (*arguments, *places)
     return Launch(verification_spec(call, env.limits, variant), grid, arguments)
 
 
@@ -266,7 +272,7 @@ def verification_spec(call: OpCall, limits: StepLimits, variant: Variant) -> Ker
         source="ops/paged_attention/verification.cu",
         arguments=(
             *(*tensor_types(call, limits), "fp32", *["i32"] * 5),
-            *(("*i32", "*i32", "i32") if variant.has_trees else ()),
+            *((*["*i32"] * 3, "i32") if variant.has_trees else ()),
         ),
         constants=constants,
         entry="verification",

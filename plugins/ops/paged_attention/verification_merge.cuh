@@ -3,7 +3,6 @@
 
 #include "ops/paged_attention/output.cuh"
 #include "ops/paged_attention/verification_tiles.cuh"
-#include "ops/paged_attention/tree_paths.cuh"
 
 constexpr int ROW_BYTES = SIZE * 4;
 constexpr int WIDTH = SIZE / 32;        // dimensions per lane

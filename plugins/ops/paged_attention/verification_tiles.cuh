@@ -3,7 +3,7 @@
 
 #define COLUMNS ROWS  // of a warp: each has all rows
 #define QUERY_BYTES (ROWS * SIZE * 2)
-#include "ops/paged_attention/batch_state.cuh"
+#include "ops/paged_attention/tree_paths.cuh"
 
 constexpr int TAILS = TREE ? ROWS / 8 : 0;  // warps for the keys behind a tree's root
 constexpr int WARPS = UNITS + TAILS + SPARE_WARPS, THREADS = 32 * WARPS;  // the spare ones merge
@@ -17,6 +17,7 @@ static_assert(ROWS <= 32, "a lane reads the position of a row");
 // What a thread block collects in shared memory before it computes.
 struct Gathered {
   alignas(8) int seen[ROWS];  // the last key that a row sees
+  int tiles, all_tiles;       // before a tree's root's; that any row sees
   Numbers numbers;
   int pages[FIRST_PAGES];  // of the block's first work items, from first_page() on
   float value_scale, quanta;
@@ -28,10 +29,12 @@ DEVICE int first_page(int rank) { return unit_start(rank * UNITS) * KEYS / TOKEN
 struct First {
   int number, pages[PAGE_LOADS];
 
-  DEVICE void read(const int* cu_q, const int* kv_lens, int request, const int* table, int rank,
-                   int stride) {
+  DEVICE void read(const int* cu_q, const int* kv_lens, const StepTrees& trees, int request,
+                   const int* table, int rank, int stride) {
     const int lane = lane_id(), entry = first_page(rank) + lane;
     number = read_number(cu_q, kv_lens, request);
+    if (TREE && lane == 3) number = trees.load_start(request);
+    if (TREE && lane == 4) number = load_int(trees.root + request);
 #pragma unroll
     for (int i = 0; i < PAGE_LOADS; ++i) {
       pages[i] = 0;
@@ -42,7 +45,7 @@ struct First {
   // The entries after a request's last page are undefined.
   DEVICE void give(Gathered& to, int num_pages) const {
     const int lane = lane_id();
-    if (lane < 3) ((int*)&to.numbers)[lane] = number;
+    if (lane < (TREE ? 5 : 3)) ((int*)&to.numbers)[lane] = number;
 #pragma unroll
     for (int i = 0; i < PAGE_LOADS; ++i) {
       const int page = u32(pages[i]) < u32(num_pages) ? pages[i] : 0;
@@ -64,8 +67,8 @@ struct TileCopier {
   int limit;              // keys
   int pages[TILE_PAGES];  // of the tile to copy
 
-  DEVICE TileCopier(const KV_TYPE::Storage* cache, int head, const int* table_) : table(table_) {
-    const int lane = lane_id();
+  DEVICE TileCopier(const KV_TYPE::Storage* cache, int head, const int* table_, int lane = lane_id())
+      : table(table_) {
     source = cache + head * (TOKENS_PER_BLOCK * SIZE) + lane / CHUNKS * SIZE +
              lane % CHUNKS * (16 / KV_TYPE::bytes);
   }

@@ -4,7 +4,7 @@
 // item has stopped.
 #pragma once
 
-#include "ops/paged_attention/verification_merge.cuh"
+#include "ops/paged_attention/verification_columns.cuh"
 
 constexpr int TAIL_THREADS = TAILS > 0 ? 32 * TAILS : 32;
 
@@ -38,24 +38,22 @@ struct Tail : TreePaths {
   int page;
   ColumnTokens tokens;
 
-  DEVICE Tail() : nth(int(threadIdx.x) / 32 - UNITS) {}
+  DEVICE Tail() : nth(thread_from_here() / 32 - UNITS) {}
   // Requests what says where keys are; they are brought later (`bring`), so that nobody waits for it.
   DEVICE void begin(const Numbers& now, const int* table, int table_stride, const int* positions,
-                    const int* tree_start, int path_stride, int request, int first_token,
-                    int num_tokens) {
+                    int first_token, int num_tokens) {
     start(now);
     page = load_page(table, table_stride);
-    tokens = load_tokens(positions, tree_start, path_stride, request,
-                         first_token + nth * BLOCK_TOKENS, num_tokens);
+    tokens = load_tokens(positions, first_token + nth * BLOCK_TOKENS, num_tokens);
   }
   // Brings keys and values, and looks up the tokens' paths.
   DEVICE void bring(const Shared& shared, const KV_TYPE::Storage* cache, int head, int table_stride,
-                    int num_pages, const int* paths, int path_stride, int first_token) const {
+                    int num_pages, const StepTrees& trees, int first_token) const {
     if (nth == 0) clear_row(shared.window);
     copy_window<TAIL_THREADS>(shared.window, threadIdx.x - 32 * UNITS, cache, head, page,
                               table_stride, num_pages);
     const int own = nth * BLOCK_TOKENS;
-    find_rows(shared.rows, tokens, paths, path_stride, first_token + own, own);
+    find_rows(shared.rows, tokens, trees, first_token + own, own);
   }
   DEVICE void meet() const {  // the warps of the tail
     if (TAILS == 1) {
@@ -78,8 +76,14 @@ struct Tail : TreePaths {
     const int unit = root_unit(), next = count_units(first / KEYS + WINDOW_TILES) - 1;
     return unit / UNITS % SPLITS == rank || next / UNITS % SPLITS == rank;
   }
-  // Finishes the tail's work items, of those of a round.
-  DEVICE void finish(const Shared& shared, int start, int units, int tiles, float scale) const {
+  // Finishes the tail's work items, of those of a round. Nothing is kept for it in registers, of which the other warps
+  // have none to spare.
+  static DEVICE void finish(const Shared& shared, int start, int units, int tiles, float scale) {
+    Tail tail;
+    tail.start(shared.gathered->numbers);
+    tail.add_units(shared, start, units, tiles, scale);
+  }
+  DEVICE void add_units(const Shared& shared, int start, int units, int tiles, float scale) const {
     const int first_tile = first / KEYS, own = root_unit();
 #pragma unroll 1
     for (int unit = max(own, start); unit < min(min(own + WINDOW_TILES, start + UNITS), units); ++unit) {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MOST_OFFERS = 16  # tokens that may follow one draft
 MOST_WIDTH = 16  # drafts of a level that are followed further
 LEAST_NODES = 63  # drafts that the kernels of every engine are for
-NOTES = 6  # rows of `notes`
+NOTES = 5  # rows of `notes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,9 @@ class TreeShape:
             return False
         if self.is_followed_one_by_one:
             return draft_len <= most_nodes(limits)
-        return limits.takes_trees and draft_len <= 1 + limits.max_draft_len
+        # A level has a row for each draft that is followed, and a path may be as long as that.
+        most = max(self.width, self.levels(draft_len))
+        return limits.takes_trees and most <= 1 + limits.max_draft_len
 
     def levels(self, draft_len: int) -> int:
         """Levels of a tree of so many drafts."""
@@ -85,11 +87,14 @@ class TreeShape:
         return found if self.given is None else max(self.given.depths[:draft_len], default=0)
 
     def places(self, level: int, draft_len: int) -> int:
-        """Tokens of a request in the step that computes a level (1: behind the root's children):
-        the root, and the places that drafts may have by then; of a chain, its last draft."""
-        if self.is_followed_one_by_one:
-            return 1
-        return 1 + min(level * self.width, draft_len - 1)
+        """Of the drafts that have a key when a level is computed (1: behind the root's children),
+        at the most."""
+        return level if self.is_followed_one_by_one else min(level * self.width, draft_len - 1)
+
+    def keys_of_tree(self, level: int, draft_len: int) -> int:
+        """`StepShape.max_tree_len` of the step that computes a level; 0 where that is one of
+        chains."""
+        return 0 if self.is_followed_one_by_one else 1 + self.places(level, draft_len)
 
 
 def most_nodes(limits: StepLimits) -> int:
@@ -115,7 +120,7 @@ class GrowthArrays:
     drawn: torch.Tensor  # int32 [B * W]: what they drew, each in the place of its first row
     roots: torch.Tensor  # int32 [B]: 0, 1, ...: the rows of logits of the roots
     rows: torch.Tensor  # int32 [B * W]: those of the drafts that are followed
-    sources: torch.Tensor  # int64 [B * (K + 1)]: the row behind which a token is computed
+    sources: torch.Tensor  # int32 [B * (K + 1)]: the row behind which a token is computed
     ends: torch.Tensor  # int32 [B]: the id that ends the text, or -1
     scores: torch.Tensor  # float64 [B, K]: log-probability of a draft's path
     places: torch.Tensor  # int32 [B, K]: of its key; 0: none
@@ -157,7 +162,7 @@ class GrowthArrays:
             drawn=zeros(rows),
             roots=torch.arange(batch, dtype=torch.int32, device=device),
             rows=zeros(rows),
-            sources=zeros(batch * (max_draft_len + 1), dtype=torch.int64),
+            sources=zeros(batch * (max_draft_len + 1)),
             ends=zeros(batch) - 1,
             scores=zeros(batch, max_draft_len, dtype=torch.float64),
             places=zeros(batch, max_draft_len),

@@ -70,8 +70,8 @@ def grow(
     of_pairs: bool,
 ) -> Launch:
     """Trees of up to draft_len drafts with what the rows of `level` offer (0: the roots'). If there
-    is a further level, `step` is the one that computes it: `TreeShape.places` tokens of a request,
-    and logits of the drafts that are followed. of_pairs: of a head, of whose pairs there is one
+    is a further level, `step` is the one that computes it: a token and a row of logits for each
+    draft that may be followed. of_pairs: of a head, of whose pairs there is one
     less than there are tokens for `state.committed`, and which leaves logits of every token."""
     shape = arrays.shape
     arguments: tuple[torch.Tensor | int, ...] = (
@@ -98,6 +98,7 @@ def grow(
         arrays.notes,
         *step_arrays(step),
         step.tree_start,
+        step.tree_root,
         step.paths,
         batch,
         level,
@@ -179,10 +180,9 @@ def _grow_spec(limits: StepLimits) -> KernelSpec:
             "*fp64",
             *("*i32",) * 7,
             "*fp32",
-            *("*i32",) * 2,
-            "*i64",
+            *("*i32",) * 3,
             "*fp64",
-            *("*i32",) * 10,
+            *("*i32",) * 11,
             *("i32",) * 14,
         ),
         constants={

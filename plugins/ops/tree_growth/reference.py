@@ -55,7 +55,7 @@ def grow(
     shape = arrays.shape
     has_next = level + 1 < shape.levels(draft_len)
     before = (arrays.rows if level else arrays.roots).clone()
-    new: dict[int, dict[int, tuple[int, int]]] = {}
+    sources: dict[int, dict[int, int]] = {}  # the row behind which a node is computed
     for request in range(batch):
         committed, capacity = int(state.committed[request]), int(state.capacity[request])
         room = min(int(state.max_len[request]) - 1, capacity) - committed - of_pairs
@@ -86,13 +86,13 @@ def grow(
         free = [place for place in range(level + 1, last + 1) if place not in held]
         followed = list(zip(fresh[: shape.width], free, strict=False))
         arrays.frontier[request] = 0
-        new[request] = {}
+        sources[request] = {}
         for slot, (old, place) in enumerate(followed):
             arrays.frontier[request, slot] = number[old]
             arrays.places[request, number[old] - 1] = place
-            new[request][place] = (number[old], int(nodes[old][5] or 0))
+            sources[request][number[old]] = int(nodes[old][5] or 0)
     if has_next:
-        _describe(arrays, state, trees, step, limits, batch, draft_len, level, new, of_pairs)
+        _describe(arrays, state, trees, step, limits, batch, draft_len, level, sources, of_pairs)
 
 
 Node = tuple[int, int, float, int, int, int | None]
@@ -160,50 +160,47 @@ def _describe(
     batch: int,
     draft_len: int,
     level: int,
-    new: dict[int, dict[int, tuple[int, int]]],
+    sources: dict[int, dict[int, int]],
     of_pairs: bool,
 ) -> None:
-    """A step of trees whose token i is that of place i. The root is its first; it and those that
-    earlier steps have stored are computed again as if they followed the root, and not stored: what
-    they are matters to nobody but for their paths. Tokens of padding follow all others.
+    """A step of the drafts that are followed: earlier steps have stored the root, and those before
+    them. Where fewer are followed than may be, the others are any token at the root's position that
+    is not stored. Tokens of padding follow all others.
 
     Where one draft of a level is followed, those that are followed are a chain, and its last is the
     only token; where nobody is, any other takes its place."""
     shape, per_block = arrays.shape, limits.tokens_per_block
-    count = shape.places(level + 1, draft_len)
-    sizes = [
-        max(1, min(count, _room(state, limits, request))) if state.committed[request] else 0
-        for request in range(batch)
-    ]
-    is_chain = shape.is_followed_one_by_one
-    skipped = level + 1 if is_chain else 0  # places before the step's first token
+    count, is_chain = shape.width, shape.is_followed_one_by_one
+    behind = shape.places(level + 1, draft_len)
+    sizes = [count if state.committed[request] else 0 for request in range(batch)]
     first, spare = 0, sum(sizes)
     step.cu_q[0] = 0
     for request, size in enumerate(sizes):
         committed, capacity = int(state.committed[request]), int(state.capacity[request])
-        step.kv_len[request] = min(committed - 1 + skipped + size, capacity) if size else 0
-        step.tree_start[request] = request * count if size > 1 else -1
+        most = min(capacity, limits.max_seq_len)
+        step.kv_len[request] = min(committed + behind, most) if size else 0
+        step.tree_start[request] = request * count if size and not is_chain else -1
+        step.tree_root[request] = max(committed - 1, 0)
         for nth in range(count):
-            is_live, place = nth < size, skipped + nth
-            index = first + nth if is_live else spare + nth - size
-            node, row = new[request].get(place, (0, 0)) if is_live else (0, 0)
-            depth = level + 1 if node or is_chain else min(place, 1)
+            is_live = nth < size
+            index = first + nth if is_live else spare + nth
+            node = int(arrays.frontier[request, nth]) if is_live else 0
+            place = int(arrays.places[request, node - 1]) if node else 0
+            place = level + 1 if is_chain else place
+            depth = level + 1 if node or is_chain else 0
             position = min(committed - 1 + depth, limits.max_seq_len - 1) if is_live else 0
             step.token_ids[index] = state.drafts[request, node - 1] if node else 0
             step.position_ids[index] = position
             step.slot_mapping[index] = -1
-            arrays.sources[index] = row
+            arrays.sources[index] = sources[request][node] if node else 0
             at = committed - 1 + place
             if (node or (is_chain and is_live)) and at < capacity:
                 block = int(step.block_tables[request, at // per_block])
                 step.slot_mapping[index] = block * per_block + at % per_block
             if is_live and not is_chain:
-                path = _path(arrays, trees, request, node) if node else [0, place][: place + 1]
+                path = _path(arrays, trees, request, node)
                 step.paths[request * count + nth, : len(path)] = torch.tensor(path)
-        for slot in range(shape.width):
-            node, row = int(arrays.frontier[request, slot]), request * shape.width + slot
-            place = int(arrays.places[request, node - 1]) if node else 0
-            at = first + max(place - skipped, 0) if size else 0
+            row, at = request * count + nth, index if is_live else 0
             step.logit_rows[row] = at
             arrays.rows[row] = at if of_pairs else row
         first += size

@@ -46,6 +46,7 @@ def grow(
     slot_mapping,
     logit_rows,
     tree_start,
+    tree_root,
     paths,
     batch,
     level,  # of whose rows offer: 0 the root's
@@ -127,34 +128,31 @@ def grow(
             BLOCK_WIDTH,
         )
         request = tl.arange(0, BLOCK_REQUESTS)
-        in_batch = request < batch
-        lengths = tl.load(committed + request, mask=in_batch, other=0)
-        limits = tl.load(capacity + request, mask=in_batch, other=0)
-        is_chain = width == 1  # whose last draft is the step's only token
-        skipped = tl.where(is_chain, level + 1, 0)  # places before its first token
-        count = tl.where(is_chain, 1, 1 + tl.minimum((level + 1) * width, draft_len - 1))
-        room = tl.minimum(limits, max_seq_len) - lengths + 1
-        sizes = tl.where(lengths > 0, tl.maximum(tl.minimum(room, count), 1), 0)
+        lengths = tl.load(committed + request, mask=request < batch, other=0)
+        sizes = tl.where(lengths > 0, width, 0)
         size = tl.sum(tl.where(request == own, sizes, 0), 0)
         first = tl.sum(tl.where(request < own, sizes, 0), 0)
-        # Tokens of requests come first; what the others before leave of theirs, this one's too.
-        spare = tl.sum(sizes, 0) + own * count - first
+        # Tokens of requests come first; what others before leave of theirs, this one's too.
+        spare = tl.sum(sizes, 0) + own * width - first
+        is_chain = width == 1
+        behind = tl.where(is_chain, level + 1, tl.minimum((level + 1) * width, draft_len - 1))
+        entries = tl.minimum(length + behind, tl.minimum(limit, max_seq_len))
         if own == 0:
             tl.store(cu_q, 0)
         tl.store(cu_q + own + 1, first + size)
-        entries = tl.minimum(length - 1 + skipped + size, limit)
         tl.store(kv_len + own, tl.where(length > 0, entries, 0))
-        tl.store(tree_start + own, tl.where(size > 1, own * count, -1))
+        tl.store(tree_start + own, tl.where((size > 0) & (is_chain == 0), own * width, -1))
+        tl.store(tree_root + own, tl.maximum(length - 1, 0))
 
-        node_at, came_from = note + 4 * (span + 1), note + 5 * (span + 1)
         table = block_tables + own * max_blocks
-        nth = tl.arange(0, BLOCK_NODES)
-        exists, is_live = nth < count, nth < size
-        place = skipped + nth
-        node = tl.load(node_at + place, mask=is_live & (place < own_len), other=0)
+        nth = tl.arange(0, BLOCK_WIDTH)
+        exists, is_live = nth < width, nth < size
+        node = tl.load(frontier + own * width + nth, mask=is_live, other=0)
         is_new = node > 0
-        index = tl.where(is_live, first + nth, spare + nth - size)
-        depth = tl.where(is_new | is_chain, level + 1, tl.minimum(place, 1))
+        index = tl.where(is_live, first + nth, spare + nth)
+        place = tl.load(own_places + node - 1, mask=is_new, other=0)
+        place = tl.where(is_chain, level + 1, place)
+        depth = tl.where(is_new | is_chain, level + 1, 0)
         token = tl.load(own_drafts + node - 1, mask=is_new, other=0)
         tl.store(token_ids + index, token, mask=exists)
         position = _inside(length - 1 + depth, is_live, max_seq_len)
@@ -162,28 +160,23 @@ def grow(
         is_stored = is_new | (is_chain & is_live)
         slot = _slot_of(table, length - 1 + place, limit, is_stored, tokens_per_block)
         tl.store(slot_mapping + index, slot, mask=exists)
+        came_from = note + 4 * (span + 1)
         source = tl.load(came_from + node, mask=is_new, other=0)
-        tl.store(sources + index, source.to(tl.int64), mask=exists)
+        tl.store(sources + index, source, mask=exists)
 
-        path = paths + (own * count + nth).to(tl.int64) * path_stride
+        path = paths + (own * width + nth).to(tl.int64) * path_stride
         in_tree = is_live & (is_chain == 0)
         tl.store(path, tl.zeros_like(place), mask=in_tree)
-        tl.store(path + 1, place, mask=in_tree & (place > 0) & (node == 0))
         up, at = tl.where(in_tree, node, 0), depth
         while tl.max(up, axis=0) > 0:
             step = tl.load(own_places + up - 1, mask=up > 0, other=0)
             tl.store(path + at, step, mask=up > 0)
             up = _parent(own_parents, up)
             at -= 1
-
-        slot_number = tl.arange(0, BLOCK_WIDTH)
-        is_slot = slot_number < width
-        followed = tl.load(frontier + own * width + slot_number, mask=is_slot, other=0)
-        where = tl.load(own_places + followed - 1, mask=followed > 0, other=0)
-        to = own * width + slot_number
-        at_token = tl.where(length > 0, first + tl.maximum(where - skipped, 0), 0)
-        tl.store(logit_rows + to, at_token, mask=is_slot)
-        tl.store(rows + to, tl.where(of_pairs > 0, at_token, to), mask=is_slot)
+        to = own * width + nth
+        at_token = tl.where(is_live, first + nth, 0)
+        tl.store(logit_rows + to, at_token, mask=exists)
+        tl.store(rows + to, tl.where(of_pairs > 0, at_token, to), mask=exists)
 
 
 @triton.jit

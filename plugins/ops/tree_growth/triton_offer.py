@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmctl.plugins.ops.beam_search.triton_kernel import LARGE, list_best
+from llmctl.plugins.ops.beam_search.triton_kernel import LARGE, weigh_chunk
 from llmctl.plugins.ops.sampling.triton_values import key_order, key_token, value_of
 
 
@@ -23,7 +23,8 @@ def offer(
     PDL: tl.constexpr,
 ):
     """Grid (chunks of the first num_ids ids, rows). rows: where in the logits each is. keys and
-    sums are those of a beam search's `offer`."""
+    sums are those of a beam search's `offer`, but keys are 0 where a logit is not offered, as most
+    are where a head has a reduced vocabulary."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -32,7 +33,16 @@ def offer(
     exists = ids < num_ids
     first = logits + tl.load(rows + row).to(tl.int64) * VOCAB
     values = tl.load(first + ids, mask=exists, other=0.0)
-    list_best(values, ids, exists, keys, sums, row.to(tl.int64) * tl.num_programs(0) + chunk, count)
+    place = row.to(tl.int64) * tl.num_programs(0) + chunk
+    own, largest = weigh_chunk(values, ids, exists, sums, place)
+    nth = 0
+    while (nth < count) & (value_of(key_order(largest)) > -LARGE / 2):
+        tl.store(keys + place * count + nth, largest)
+        largest = tl.max(tl.where(own < largest, own, 0), axis=0)
+        nth += 1
+    while nth < count:
+        tl.store(keys + place * count + nth, tl.zeros([], tl.int64))
+        nth += 1
 
 
 @triton.jit

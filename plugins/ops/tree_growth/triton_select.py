@@ -40,11 +40,11 @@ def keep_best(
     offer, in the order of offers; of a tree that is given, its nodes. Requests that are not greedy
     have a chain of what they drew.
 
-    Notes: 1 ranks: the drafts that may be followed, by rank; 2 used: places that are taken; 5 from
+    Notes: 1 ranks: the drafts that may be followed, by rank; 2 used: places that are taken; 4 from
     which row each draft comes.
     """
     renumbered, ranked, used = note, note + (span + 1), note + 2 * (span + 1)
-    came_from = note + 5 * (span + 1)
+    came_from = note + 4 * (span + 1)
     item = tl.arange(0, BLOCK)
     known = tl.load(counts)
     known = tl.where(level > 0, known, 0)
@@ -130,12 +130,9 @@ def follow(
     BLOCK_WIDTH: tl.constexpr,
 ):
     """The best of those that may be followed, as many as `width` and the free places: each takes
-    the lowest that is not before its depth.
-
-    Notes: 4 node_at: the drafts at each place, of those that are followed.
-    """
+    the lowest that is not before its depth."""
     ranked, used = note + (span + 1), note + 2 * (span + 1)
-    free, node_at = note + 3 * (span + 1), note + 4 * (span + 1)
+    free = note + 3 * (span + 1)
     entry = tl.arange(0, BLOCK_NODES)
     in_range = entry <= draft_len
     node = tl.load(ranked + entry, mask=in_range, other=0)
@@ -144,13 +141,11 @@ def follow(
     nth = tl.cumsum(may_grow, 0) - may_grow
     is_free = ((entry > level) & (entry <= last) & (is_used == 0)).to(tl.int32)
     tl.store(free + tl.cumsum(is_free, 0) - 1, entry, mask=is_free > 0)
-    tl.store(node_at + entry, 0, mask=in_range)
     count = tl.minimum(tl.minimum(tl.sum(may_grow, 0), tl.sum(is_free, 0)), width)
     tl.debug_barrier()
     is_followed = (node > 0) & (nth < count)
     place = tl.load(free + nth, mask=is_followed, other=0)
     tl.store(places + node - 1, place, mask=is_followed)
-    tl.store(node_at + place, node, mask=is_followed)
     tl.store(frontier + nth, node, mask=is_followed)
     slot = tl.arange(0, BLOCK_WIDTH)
     tl.store(frontier + slot, 0, mask=(slot >= count) & (slot < width))

@@ -1,8 +1,8 @@
 """Trees of a draft engine in device rounds: a level is a step, and between the steps kernels choose
 the drafts that are kept and followed (growth/device.py), as the host does.
 
-A step has a token for each place behind the root that a draft may have by then, of which only the
-drafts that are followed are stored; where one of a level is followed, it is a step of a chain.
+A step has a token for each draft of the level that is followed; where that is one, it is a step of
+a chain.
 Behind acceptance their keys are moved to the positions of the accepted tokens; the last of these
 may have none and is read again, as a round begins with the last two tokens of each request.
 """
@@ -32,8 +32,7 @@ class DeviceDraftTrees(FedDraftEngine, OnRank0):
     block_tables: Items[torch.Tensor] = ()
 
     def __init__(self, draft: CudaEngine, tree: TreeShape, draft_len: int) -> None:
-        widest = tree.places(tree.levels(draft_len) - 1, draft_len)
-        super().__init__(draft, draft_len, max(MOST_FED, widest))
+        super().__init__(draft, draft_len, max(MOST_FED, tree.width))
         self._shape = tree
 
     def make_trees(
@@ -74,9 +73,8 @@ class DeviceDraftTrees(FedDraftEngine, OnRank0):
         steps.forward(draft, shape, MOST_FED, batch)
         for level in range(tree.levels(draft_len)):
             if level:
-                count = tree.places(level, draft_len)
-                has_trees = not tree.is_followed_one_by_one
-                steps.forward(draft, shape, count, batch * tree.width, has_trees=has_trees)
+                width, tree_len = tree.width, tree.keys_of_tree(level, draft_len)
+                steps.forward(draft, shape, width, batch * width, tree_len=tree_len)
             self._growth.enqueue_level(shape, level, draft.logits, program.step)
 
     def enqueue_reading(self, shape: RoundShape) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.drafting.growth.growth import Growth
-from llmctl.runtime.drafting.growth.levels import pack_level, rows_of
+from llmctl.runtime.drafting.growth.levels import pack_level
 from llmctl.runtime.step import StepRunner
 
 
@@ -24,10 +24,6 @@ class EngineLevels:
         self.most_rows = min(engine.max_num_tokens, rows)
         self._logits: Logits = np.zeros((0, engine.vocab_size), np.float32)  # of the last step
 
-    def num_rows(self, growth: Growth) -> int:
-        """See Levels."""
-        return rows_of(growth, takes_roots=self._engine.takes_roots)
-
     def run(self, step: StepInputs) -> None:
         """Run any step; its rows are those of the last step then."""
         if self._engine.vocab_size < self._vocab_size:
@@ -38,9 +34,7 @@ class EngineLevels:
     def next(self, rows: list[int], growths: Items[Growth], tables: NDArray[np.int32]) -> None:
         """A row for each node: what comes before is in the engine's cache."""
         roots = np.array([len(own.sequence.tokens) - 1 for own in growths], np.int32)
-        engine = self._engine
-        own = {"takes_roots": engine.takes_roots}
-        self.run(pack_level(growths, roots, tables, engine.tokens_per_block, **own))
+        self.run(pack_level(growths, roots, tables, self._engine.tokens_per_block))
 
     def logits(self, rows: list[int]) -> Logits:
         """Without ids that the target lacks, wherever the rows are."""

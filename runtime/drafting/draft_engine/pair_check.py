@@ -44,10 +44,10 @@ def require_trees(target: EngineConfig, draft: EngineConfig, tree: DraftTree) ->
     where the draft engine computes fewer tokens of a sequence at once than a level needs."""
     require_continued(target, "trees from a draft engine", f"leave {OPTION} out")
     most = 1 + int(draft.build_config["max_draft_len"])
-    takes_roots = BACKENDS[draft.backend].takes_roots
-    # Else a step has a token for every place behind the root, and an engine for fewer than three
-    # tokens has no kernels for trees. What is followed one by one is a chain.
-    wanted = tree.width if takes_roots or tree.width == 1 else max(tree.nodes, 3)
+    # On a GPU a path may be as long as the engine's drafts, and one for fewer than three tokens has
+    # no kernels for trees. What is followed one by one is a chain.
+    least = max(tree.depth, 3) if BACKENDS[draft.backend].on_gpu and tree.width > 1 else 1
+    wanted = max(tree.width, least)
     if tree.depth > 1 and wanted > most:
         raise PairMismatch(
             f"{OPTION} {tree} needs {wanted} tokens of a sequence in a step of the draft engine; "

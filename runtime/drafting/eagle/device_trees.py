@@ -37,7 +37,7 @@ class DeviceEagleTrees(DeviceEagle):
     ) -> DraftTrees:
         """Trees that every round makes anew."""
         self._sources = torch.zeros(
-            max_batch_size * (max_draft_len + 1), dtype=torch.int64, device=device
+            max_batch_size * (max_draft_len + 1), dtype=torch.int32, device=device
         )
         return DraftTrees.allocate(max_batch_size, max_draft_len, device)
 
@@ -61,12 +61,11 @@ class DeviceEagleTrees(DeviceEagle):
         graph = EAGLE_EXTEND
         for level in range(tree.levels(shape.draft_len)):
             if level:
-                count = tree.places(level, shape.draft_len)
-                rows = self._growth.arrays.sources[: shape.batch * count]
+                rows = self._growth.arrays.sources[: shape.batch * tree.width]
                 state = [self._left(graph, EAGLE_STATE)]
                 self._target.pass_chosen(EAGLE_NEXT, EAGLE_STATE, state, rows)
-                has_trees = not tree.is_followed_one_by_one
-                self._steps.attend(EAGLE_NEXT, shape, count, tree.width, has_trees=has_trees)
+                tree_len = tree.keys_of_tree(level, shape.draft_len)
+                self._steps.attend(EAGLE_NEXT, shape, tree.width, tree.width, tree_len=tree_len)
                 graph = EAGLE_NEXT
             self._growth.enqueue_level(shape, level, self._left(graph, LOGITS), following)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from llmctl.builder.engine_format import EngineConfig, MedusaTree
 from llmctl.errors import CorruptEngine, PairMismatch
-from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.drafting.target_check import is_built_for, require_continued
 
 MODE = "eagle"
@@ -33,19 +32,10 @@ def check_engine(target: EngineConfig, draft_len: int | None) -> int:
     return most if draft_len is None else draft_len
 
 
-def require_trees(target: EngineConfig, choices: MedusaTree | None, draft_len: int) -> None:
+def require_trees(target: EngineConfig, choices: MedusaTree | None) -> None:
     """Raises Unsupported where the engine's backend has no attention along trees in the making,
-    PairMismatch where a level of `choices`, or of trees of so many drafts, needs more rows than the
-    head computes at once."""
+    PairMismatch where a level of `choices` needs more rows than the head computes at once."""
     require_continued(target, "trees from an EAGLE head", "--eagle-choices auto drafts a chain")
-    is_followed_one_by_one = choices is None and tree_width(target) == 1  # by steps of a chain
-    takes_fewer = not BACKENDS[target.backend].takes_roots and not is_followed_one_by_one
-    if takes_fewer and draft_len > tree_width(target):
-        raise PairMismatch(  # a step has a row for every place behind the root
-            f"a tree of {draft_len} drafts needs as many rows of the head in a step; the engine "
-            f"was built for {tree_width(target)}",
-            fix=f"rebuild it with --max_non_leaves_per_layer {draft_len}, or ask for fewer drafts",
-        )
     if choices is None:
         return
     inner = {path[:-1] for path in choices.paths} - {()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +19,7 @@ from llmctl.builder.engine_format import (
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.drafting.eagle.pairs import Pairs, pack_pairs, roots
 from llmctl.runtime.drafting.growth.growth import Growth
-from llmctl.runtime.drafting.growth.levels import pack_level, rows_of
+from llmctl.runtime.drafting.growth.levels import pack_level
 from llmctl.runtime.kv_cache import BlockHolder
 
 if TYPE_CHECKING:
@@ -61,10 +60,6 @@ class EngineHead:
         count = len(outputs[EAGLE_STATE])
         self._at = np.arange(count, dtype=np.int32)
 
-    def num_rows(self, growth: Growth) -> int:
-        """See Levels."""
-        return rows_of(growth, takes_roots=self._engine.takes_roots)
-
     def extend(self, pairs: Items[Pairs]) -> None:
         """Read pairs that are committed."""
         engine = self._engine
@@ -77,14 +72,11 @@ class EngineHead:
 
     def next(self, rows: list[int], growths: Items[Growth], tables: NDArray[np.int32]) -> None:
         """Behind rows of the step before."""
-        engine, own = self._engine, {"takes_roots": self._engine.takes_roots}
-        step = pack_level(growths, roots(growths), tables, engine.tokens_per_block, **own)
-        count = step.num_tokens
-        sources = np.zeros(count, np.int64)  # anything for tokens that are computed again
-        sources[step.logit_rows] = self._at[rows]
+        engine = self._engine
+        step = pack_level(growths, roots(growths), tables, engine.tokens_per_block)
+        sources = self._at[rows].astype(np.int64)
         engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [self._outputs[EAGLE_STATE]], sources)
         self._at = step.logit_rows
-        step = replace(step, logit_rows=np.arange(count, dtype=np.int32))
         self._outputs = engine.run_head(EAGLE_NEXT, step, {})
 
     def logits(self, rows: list[int]) -> Logits:

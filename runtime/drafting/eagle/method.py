@@ -67,7 +67,7 @@ class Eagle:
         if self.choices is not None:
             most = min(most, self.choices.num_nodes)
         if self.drafts_trees:
-            require_trees(target, self.choices, most)
+            require_trees(target, self.choices)
         return most
 
     def make_drafter(self, engines: Mapping[str, Engine], draft_len: int) -> EagleDrafter:

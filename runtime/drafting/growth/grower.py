@@ -28,9 +28,6 @@ class Levels(Protocol):
     most_sequences: int
     most_rows: int
 
-    def num_rows(self, growth: Growth) -> int:
-        """Rows that a step takes for a growth's frontier."""
-
     def next(self, rows: list[int], growths: Items[Growth], tables: NDArray[np.int32]) -> None:
         """Compute all frontiers, in order: a row for each node, behind `rows` of the step before.
         tables [len(growths), blocks]: the block tables."""
@@ -114,10 +111,9 @@ class Grower:
     def _parts(self, active: Items[Growth]) -> Iterator[slice]:
         """As many sequences together as a step may have."""
         levels = self._levels
-        are_chains = all(own.is_chain for own in active)
         first = num_rows = 0
         for index, own in enumerate(active):
-            count = 1 if are_chains else levels.num_rows(own)
+            count = len(own.frontier)
             is_full = index - first == levels.most_sequences
             if is_full or num_rows + count > levels.most_rows:
                 yield slice(first, index)

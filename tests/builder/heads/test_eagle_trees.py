@@ -37,7 +37,7 @@ OPTIONS = {
     "eagle_layers": "0,1,1",
 }
 TABLE = [3, 1, 4, 2]  # blocks: a tree of more than four drafts reaches the third
-CHOICES = parse_choices("[[0],[1],[2],[3],[4],[5],[6],[7],[8],[0,0]]")
+CHOICES = parse_choices("[[0],[1],[2],[0,0],[1,0],[2,0]]")
 TABLES = np.array([TABLE], np.int32)
 
 
@@ -169,16 +169,16 @@ def test_trees_are_refused_where_no_kernel_goes_on_with_them(
         plan_build(checkpoint, request, backend="cuda")
 
 
-def test_on_cuda_a_level_has_a_row_for_every_place(new_model, save, tmp_path):
-    """So the engine is built for as many, and trees of more drafts are refused by name."""
+def test_on_cuda_a_level_has_a_row_for_each_draft_that_is_followed(new_model, save, tmp_path):
+    """However many drafts the tree has; a static one that follows more is refused by name."""
     folder = save_head(tmp_path / "head", make_head(head_dim=64), head_dim=64)
-    request = BuildRequest(**OPTIONS, draft_model_dir=str(folder), max_non_leaves_per_layer=9)
+    request = BuildRequest(**OPTIONS, draft_model_dir=str(folder), max_non_leaves_per_layer=2)
     checkpoint = save(new_model("llama", head_dim=64, dtype="bfloat16"))
     planned = plan_build(checkpoint, request, backend="cuda", with_binaries=False)
-    assert planned.plan.max_num_beams == 2 * 9
+    assert planned.plan.max_num_beams == 2 * 2
     run_build(plan_build(checkpoint, request, backend="cpu"), tmp_path / "engine")
     config = replace(read_engine_config(tmp_path / "engine"), backend="cuda")
     assert Eagle(9, num_offers=3).check(config, {}) == 9
-    for method in (Eagle(num_offers=3), Eagle(10, CHOICES)):
-        with pytest.raises(PairMismatch, match="needs as many rows .* built for 9"):
-            method.check(config, {})
+    assert Eagle(num_offers=3).check(config, {}) == 14
+    with pytest.raises(PairMismatch, match="expands 3 drafts of one level.* built for 2"):
+        Eagle(choices=CHOICES).check(config, {})

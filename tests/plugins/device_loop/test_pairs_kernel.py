@@ -85,7 +85,7 @@ def test_a_step_of_an_accepted_path_is_described_as_the_reference_describes_it(s
     depth = max(int(grown.max()) - 1, 0) + int(chance.integers(0, 2))
     found, wanted = make_step(limits), make_step(limits)
     pairs = [replace(state, committed=torch.full_like(state.committed, 9)) for _ in range(2)]
-    sources = [torch.full((max_batch * (draft_len + 2),), -7) for _ in range(2)]
+    sources = [torch.full((max_batch * (draft_len + 2),), -7, dtype=torch.int32) for _ in range(2)]
     sizes = batch, draft_len, depth
     read = state, pairs[0], trees, verified, found, limits, sources[0], *sizes
     run_launches([pairs_kernel.read_path(*read)])

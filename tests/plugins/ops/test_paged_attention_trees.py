@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 from support.attention import weight_rounding
 from support.attention_compiled import TREES_HERE, check_trees
-from support.trees import SHAPES, WORLDS, Rows, differing_tokens, random_parents, world_of
+from support.trees import (
+    SHAPES,
+    WORLDS,
+    Rows,
+    differing_chosen,
+    differing_tokens,
+    random_parents,
+    world_of,
+)
 
 from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.core.examples import Example
@@ -39,6 +47,13 @@ def test_tokens_get_the_bits_of_decoding_their_paths(world, shape, decoded):
     for root in (57, 63, 64):
         made, rows = world_of(world, SHAPES[shape]), decoded[world]
         assert not differing_tokens(made, root, execute, decoded=rows)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_tokens_get_them_in_a_step_behind_those_that_stored_the_others(world, decoded):
+    made = world_of(world, SHAPES["binary"])
+    for root, chosen in ((57, [3, 4, 5, 6]), (64, [12]), (63, [7, 8, 9, 10, 11, 12])):
+        assert not differing_chosen(made, root, chosen, execute, decoded[world])
 
 
 def test_trees_share_a_step_with_chains_and_prompts():

@@ -160,7 +160,7 @@ def test_heads_that_are_no_part_of_eight_columns_leave_trees_to_the_other_kernel
     for heads, expected in ((32, True), (8, True), (24, False), (128, False)):
         world = World(**{**WIDE, "heads": heads})
         found = verification.choose_tree_variant(
-            world.call([(0, 0, 1)]), world.limits(), 1, 5, 1024
+            world.call([(0, 0, 1)]), world.limits(), 1, 5, 1024, 5
         )
         assert (found is not None) == expected
 

@@ -15,6 +15,7 @@ from llmctl.plugins.core.example_parts import make_step
 from llmctl.plugins.core.examples import Example, make_example
 from llmctl.plugins.core.op_spec import FP8, Case
 from llmctl.plugins.core.operators import SPECS, operator_module
+from llmctl.plugins.ops.gather_rows.kernel import gather
 
 # Nothing here but a sum and an exponential can differ from the references.
 EXACT_OPS = {"embedding", "gather_rows", "quantize", "concat", "expand_logits", "add", "all_gather"}
@@ -203,6 +204,18 @@ def test_an_embedding_with_its_norm_has_the_bits_of_the_two(scaling: str):
     interpret(replace(one, call=OpCall("rms_norm", "n", inputs, outputs, {"epsilon": 1e-5})))
     for role, tensor in {"embedded": embedded, **outputs}.items():
         assert torch.equal(made[role].view(torch.uint8), tensor.view(torch.uint8)), role
+
+
+@pytest.mark.parametrize("width", [8, 264, 1032])
+def test_rows_of_several_tensors_are_gathered_side_by_side(width: int):
+    """As a head reads what layers of the target leave. Rows outside take the nearest."""
+    parts = [torch.randn(11, width).bfloat16() for _ in range(3)]
+    rows = torch.tensor([4, 0, 10, 4, -1, 99], dtype=torch.int32)
+    out = torch.zeros(9, 3 * width, dtype=torch.bfloat16)
+    for nth, part in enumerate(parts):
+        run_launches(gather(part, rows, out[:, nth * width : (nth + 1) * width], 6, beside=3))
+    wanted = torch.cat([part[rows.clamp(0, 10)] for part in parts], dim=1)
+    assert torch.equal(out[:6], wanted) and not out[6:].any()
 
 
 def test_steps_without_rows_launch_nothing():

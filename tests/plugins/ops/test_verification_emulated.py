@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import emulated_warps
 from support.attention import FP8, World, same_bits, weight_rounding
-from support.trees import differing_tokens, random_parents
+from support.trees import differing_chosen, differing_tokens, random_parents
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch, LaunchEnv
 from llmctl.plugins.core.calls import StepInputs
@@ -75,12 +75,13 @@ def force(monkeypatch: pytest.MonkeyPatch, alone: Variant, many: Variant) -> Non
 )
 def test_trees_have_the_bits_of_decoding_their_paths(monkeypatch, name, rows, root):
     """In contexts of one, sixteen and more work items, of one tile and two; roots at the borders of
-    tiles and of work items."""
+    tiles and of work items. All together, and some behind those that earlier steps stored."""
     units = 4 if name == "70b" else 8
     many = Variant(16 // units, units, rows, has_trees=True)
     force(monkeypatch, Variant(4, 4, 8), many)
-    execute, world = Runs(), world_of(name, root + 20, random_parents(6, rows))
-    assert not differing_tokens(world, root, execute, padding=(0, 0))
+    execute, world, decoded = Runs(), world_of(name, root + 20, random_parents(6, rows)), {}
+    assert not differing_tokens(world, root, execute, decoded=decoded, padding=(0, 0))
+    assert not differing_chosen(world, root, [2, 4, 5], execute, decoded)
     assert any(each.endswith(str(many)) for each in execute.names)
 
 

@@ -1,5 +1,5 @@
-"""A level of drafts as a step of new tokens alone, and as one that has all places of its trees: the
-same attention for the drafts of the level, by the operator's reference and by Triton's kernel."""
+"""A level of drafts as a step: what its tokens attend to, by the reference and by Triton's kernel,
+is what each path alone would have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.paged_attention import kernel
 from llmctl.plugins.ops.paged_attention.reference import reference
 from llmctl.runtime.drafting.growth.growth import Chain, DynamicShape, DynamicTree
-from llmctl.runtime.drafting.growth.levels import pack_level, rows_of
+from llmctl.runtime.drafting.growth.levels import pack_level
 from llmctl.runtime.engines.graphs import shape_of
 
 BLOCK, HEADS, KV_HEADS, SIZE = 8, 4, 2, 64
@@ -51,39 +51,51 @@ def grown(generator, levels):
 
 @pytest.mark.parametrize("levels", [1, 2, 3, 5])
 @pytest.mark.parametrize("seed", range(3))
-def test_both_forms_of_a_step_attend_alike(levels, seed):
+def test_a_level_attends_as_its_paths_alone_do(levels, seed):
     generator = np.random.default_rng([levels, seed])
     growths = [own for own in grown(generator, levels) if own.frontier]
     roots = np.array([len(own.sequence.tokens) - 1 for own in growths], np.int32)
     num_blocks = 20
     tables = generator.permutation(num_blocks * len(growths)).astype(np.int32)
     tables = np.ascontiguousarray(tables.reshape(len(growths), num_blocks))
-    steps = [pack_level(growths, roots, tables, BLOCK, takes_roots=form) for form in (True, False)]
-    counts = [len(own.frontier) for own in growths]
-    assert np.diff(steps[0].cu_q).tolist() == counts
-    assert np.diff(steps[1].cu_q).tolist() == [rows_of(own, takes_roots=False) for own in growths]
-    assert max(np.diff(steps[1].cu_q)) <= ROOM and steps[1].trees.roots is None
-    rows = steps[1].logit_rows
-    for name in ("token_ids", "position_ids", "slot_mapping"):
-        assert np.array_equal(getattr(steps[1], name)[rows], getattr(steps[0], name)), name
-    others = np.setdiff1d(np.arange(steps[1].num_tokens), rows)
-    assert (steps[1].slot_mapping[others] == -1).all(), "what is there is not written again"
+    step = pack_level(growths, roots, tables, BLOCK)
+    assert np.diff(step.cu_q).tolist() == [len(own.frontier) for own in growths]
+    assert step.logit_rows.tolist() == list(range(step.num_tokens))
 
     shape = (1, num_blocks * len(growths), 2, KV_HEADS, BLOCK, SIZE)
     cache = torch.from_numpy(generator.standard_normal(shape, np.float32)).to(torch.bfloat16)
     query = torch.from_numpy(
-        generator.standard_normal((steps[0].num_tokens, HEADS * SIZE), np.float32)
+        generator.standard_normal((step.num_tokens, HEADS * SIZE), np.float32)
     ).to(torch.bfloat16)
-    wanted = torch.empty_like(query)
-    reference({"q": query}, {"out": wanted}, ATTRIBUTES, steps[0], cache)
-    wide = torch.zeros((steps[1].num_tokens, HEADS * SIZE), dtype=torch.bfloat16)
-    wide[rows] = query
-    found = torch.empty_like(wide)
-    reference({"q": wide}, {"out": found}, ATTRIBUTES, steps[1], cache)
-    assert torch.equal(found[rows], wanted)
+    found = torch.empty_like(query)
+    reference({"q": query}, {"out": found}, ATTRIBUTES, step, cache)
+    row = 0
+    for index, own in enumerate(growths):
+        for leaf, path in zip(own.frontier, own.paths(), strict=True):
+            assert step.token_ids[row] == leaf.token
+            places = [*range(roots[index] + 1), *(roots[index] + place for place in path)]
+            blocks, offsets = np.divmod(places, BLOCK)
+            slots = tables[index][blocks] * BLOCK + offsets
+            assert step.slot_mapping[row] == slots[-1]
+            assert step.position_ids[row] == len(slots) - 1
+            wanted = attended_alone(query[row : row + 1], cache, slots)
+            torch.testing.assert_close(found[row : row + 1].float(), wanted, rtol=1e-2, atol=1e-2)
+            row += 1
     if seed == 0:
-        by_triton = attended(steps[1], wide, cache)[rows]
-        torch.testing.assert_close(by_triton.float(), wanted.float(), rtol=1e-2, atol=1e-2)
+        by_triton = attended(step, query, cache)
+        torch.testing.assert_close(by_triton.float(), found.float(), rtol=1e-2, atol=1e-2)
+
+
+def attended_alone(query, cache, slots):
+    """One token's attention to the keys in these slots, in torch."""
+    blocks, offsets = np.divmod(slots, BLOCK)
+    keys, values = (cache[0, blocks, which][:, :, :][np.arange(len(slots)), :, offsets]
+                    for which in range(2))  # fmt: skip
+    group = HEADS // KV_HEADS
+    keys, values = (x.float().repeat_interleave(group, 1) for x in (keys, values))
+    heads = query.float().view(HEADS, SIZE)
+    weights = (torch.einsum("hd,nhd->hn", heads, keys) * SIZE**-0.5).softmax(-1)
+    return torch.einsum("hn,nhd->hd", weights, values).reshape(1, -1)
 
 
 def attended(step, query, cache):

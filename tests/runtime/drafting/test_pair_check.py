@@ -137,7 +137,7 @@ def test_a_tree_needs_room_in_both_engines_and_a_backend_that_continues_it():
     assert "--max_draft_len 2" in caught.value.fix
     star = DraftEngine(Path("draft"), tree=DraftTree(1, 3, 3))
     assert star.check(target, {ROLE: engine()}) == 3, "nothing follows its drafts"
-    with pytest.raises(PairMismatch, match="needs 12 tokens of a sequence .* built for 3"):
+    with pytest.raises(PairMismatch, match="needs 4 tokens of a sequence .* built for 3"):
         method.check(*(replace(target, backend="cuda"), {ROLE: replace(draft, backend="cuda")}))
     one_by_one = DraftEngine(Path("draft"), tree=DraftTree(6, 2, 12, 1))
     for backend in ("cpu", "cuda"):

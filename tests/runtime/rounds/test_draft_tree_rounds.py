@@ -61,7 +61,7 @@ class TreeDevice:
     ) -> None:
         self.tree = tree
         shape = DynamicShape(tree.branch, tree.width, tree.depth)
-        sizes = {"max_batch_size": max_batch_size, "vocab_size": VOCAB, "takes_roots": False}
+        sizes = {"max_batch_size": max_batch_size, "vocab_size": VOCAB}
         sizes["max_draft_len"] = max(tree.nodes, 2)
         sizes["max_num_tokens"] = max_batch_size * (sizes["max_draft_len"] + 1)
         self.target = DeviceEngine(**sizes)
@@ -199,8 +199,9 @@ def test_a_failed_round_leaves_nothing_behind():
 @pytest.mark.parametrize(
     ("tree", "draft_drafts", "is_led"),
     [
-        (DraftTree(4, 3, 12), 11, True),
-        (DraftTree(4, 3, 12), 10, False),  # fewer places than the tree has
+        (DraftTree(4, 3, 12), 3, True),
+        (DraftTree(4, 3, 12), 2, False),  # paths are longer than the engine's
+        (DraftTree(2, 5, 12), 3, False),  # levels are wider
         (DraftTree(2, 3, 4), 1, False),  # no kernels for trees
         (DraftTree(2, 16, 40), 63, True),
         (DraftTree(2, 17, 40), 63, False),  # wider than the kernels
@@ -210,8 +211,8 @@ def test_a_failed_round_leaves_nothing_behind():
     ],
 )
 def test_the_device_leads_where_its_kernels_are_wide_enough(tree, draft_drafts, is_led):
-    target = DeviceEngine(max_draft_len=63, takes_roots=False)
-    draft = DeviceEngine(max_draft_len=draft_drafts, takes_roots=False)
+    target = DeviceEngine(max_draft_len=63)
+    draft = DeviceEngine(max_draft_len=draft_drafts)
     engines = {"target": target, "draft": draft}
     loaded = SimpleNamespace(engines=engines, sampling=None, has_rounds=True)
     method = DraftEngine(None, tree=tree)
