@@ -58,7 +58,6 @@ class Variant:
 
 
 VARIANTS = (Variant(48, 3, 3, 0.91), Variant(88, 2, 3, 1.17), Variant(128, 2, 2, 1.70))
-TREE_VARIANTS = VARIANTS[-1:]  # the others were not measured
 WINDOW_TILES = 3  # from a tree's root's on
 MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
 # How long_batch.cu divides a context: what merging a work item costs, a tile, and in tiles what
@@ -97,7 +96,7 @@ def long_batch_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
             if fewer < group * most
         ]
     if limits.takes_trees and covers_long_batch(call, limits, has_trees=True):
-        found += [long_batch_spec(call, limits, each, has_trees=True) for each in TREE_VARIANTS]
+        found += [long_batch_spec(call, limits, each, has_trees=True) for each in VARIANTS]
     return found
 
 
@@ -156,7 +155,7 @@ def choose_cut(
     tiles = -(-min(shape.max_kv_len, limits.max_seq_len) // KEYS)
     contexts = shape.num_requests * int(call.attributes["num_kv_heads"])
     found: list[tuple[float, int, Cut]] = []
-    for variant in TREE_VARIANTS if has_trees else VARIANTS:
+    for variant in VARIANTS:
         if variant.rows < group:
             continue
         num_blocks = -(-most // (variant.rows // group))

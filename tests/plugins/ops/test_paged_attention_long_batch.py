@@ -43,7 +43,7 @@ def of_trees(world: World, requests: int, tokens: int) -> tuple[int, ...]:
 def test_sums_stay_in_registers_and_products_follow_each_other(sizes):
     world = world_of({**sizes, "quantize_out": True}, tree=4)
     specs = long_batch.long_batch_specs(world.call([(0, 0, 1)]), world.limits())
-    trees = [False, False, False] + [True] * (sizes["heads"] == 64)
+    trees = [False, False, False] + [True, True, True] * (sizes["heads"] == 64)
     assert [spec.constants["TREE"] for spec in specs] == trees
     for spec, binary, code in compile_all(specs):
         # Of 384 threads each has 168 registers, which are a few short.
@@ -76,10 +76,27 @@ def test_steps_are_divided_as_was_fastest(sizes, requests, tokens, wanted):
     assert found_in(short_launch(world_of(sizes), requests, tokens, CONTEXT)) == wanted
 
 
-def test_trees_have_128_rows_and_their_contexts_alone():
-    assert of_trees(world_of(WIDE, tree=32), 8, 32) == (128, 1, 16, 8)
-    assert of_trees(world_of(NARROW, tree=32), 64, 32) == (128, 1, 8, 64)
-    assert of_trees(world_of(WIDE, tree=long_batch.MAX_TREE + 1), 8, long_batch.MAX_TREE + 1) == ()
+@pytest.mark.parametrize(
+    ("sizes", "requests", "wanted"),
+    [
+        (WIDE, 2, (128, 4, 16, 2)),  # computed; two shares of 128 rows 518 us, of 88 rows 366
+        (WIDE, 4, (88, 1, 24, 4)),  # 609 us; 128 rows: 881
+        (WIDE, 8, (128, 1, 16, 8)),  # 874 us
+        (WIDE, 64, (128, 1, 16, 64)),  # 7,038 us
+        (NARROW, 4, (48, 1, 24, 4)),  # 487 us; 128 rows: 868
+        (NARROW, 8, (88, 1, 16, 8)),  # 547 us; 128 rows: 868
+        (NARROW, 64, (128, 1, 8, 64)),  # 3,504 us
+    ],
+)
+def test_trees_are_divided_as_was_fastest(sizes, requests, wanted):
+    """Trees of 32 tokens on an H200, 32,768 tokens of context each."""
+    assert of_trees(world_of(sizes, tree=32), requests, 32) == wanted
+
+
+def test_trees_of_more_tokens_than_its_keys_are_those_of_other_kernels():
+    most = long_batch.MAX_TREE
+    assert of_trees(world_of(WIDE, tree=most), 8, most)
+    assert of_trees(world_of(WIDE, tree=most + 1), 8, most + 1) == ()
 
 
 def test_other_steps_are_those_of_other_kernels():
@@ -110,7 +127,7 @@ def test_engines_hold_the_binaries_that_their_steps_reach():
         return [int(spec.constants["ROWS"]) for spec in specs]
 
     assert rows(max_seq_len=batch.LONG) == rows(max_batch_size=1) == []
-    assert rows() == [48, 88, 128, 128]
+    assert rows() == [48, 88, 128, 48, 88, 128]
 
 
 def test_more_entries_are_never_needed():
