@@ -20,6 +20,15 @@
 #include "ops/paged_attention/chunk_images.cuh"
 #endif
 
+// Registers of a thread that loads and of one that computes; 504 are three times 168. Those that only copy leave room for queries.
+#if IMAGES
+#define REGISTERS_LOAD "24"
+#define REGISTERS_COMPUTE "240"
+#else
+#define REGISTERS_LOAD "88"
+#define REGISTERS_COMPUTE "208"
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
     chunk(const MODEL_TYPE::Storage* q, const float* k_scale, const float* v_scale,
           const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
@@ -47,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
   }
   __syncthreads();
   wait_for_dependencies();
-  if (threadIdx.x < THREADS) {  // leave registers to the warps that compute: 504 are three times 168
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+  if (threadIdx.x < THREADS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_LOAD ";");
 #if IMAGES
     const Step step = {position_ids, cu_q,       kv_lens,    block_tables, table_stride,
                        num_requests, min_tokens, first_head, num_heads};
@@ -62,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
     bring_items(shared, step, q, source, counter);
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 " REGISTERS_COMPUTE ";");
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
   Rings rings;
 #pragma unroll 1
@@ -71,7 +80,13 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
     const volatile Item& item = shared.item(nth % 2);
     const int tiles = item.tiles, full_tiles = item.full_tiles;
     if (tiles == 0) break;
-    const u32 queries = shared.queries(nth % 2, threadIdx.x / 128 - 1);
+    const u32 operand = shared.queries(nth % 2, threadIdx.x / 128 - 1);
+#if IMAGES
+    u32 queries[STEPS][4];
+    load_queries(queries, operand);
+#else
+    const u32 queries = operand;
+#endif
     int last_key[2];  // that a row sees
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -191,7 +191,7 @@ struct Copied {
 // Loads queries and parameters of an item; an item without tiles means that there are no more.
 DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE::Storage* q,
                        u32 nth) {
-  constexpr int PER_ROW = SIZE / 8, ROW_STEP = THREADS / PER_ROW, COUNT = 64 / ROW_STEP;
+  constexpr int PER_ROW = SIZE / 8, ROW_STEP = THREADS / PER_ROW, COUNT = 4;  // at a time
   const u32 thread = thread_from_here();
   const int first_row = thread / PER_ROW, piece = thread % PER_ROW;
   barrier_wait(shared.empty_item(nth % 2), nth / 2 % 2 ^ 1);
@@ -206,18 +206,18 @@ DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE:
   }
   if (item.tiles > 0) {
 #pragma unroll 1
-    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+    for (int some = first_row; some < 64 * WARPGROUPS; some += COUNT * ROW_STEP) {
       uint4 x[COUNT];
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) {  // a row past the end is a copy of the last row
-        const int row = min(64 * warpgroup + first_row + i * ROW_STEP, item.rows - 1);
+        const int row = min(some + i * ROW_STEP, item.rows - 1);
         const int at = (item.head * GROUP + row % GROUP) * SIZE + piece * 8;
         load_piece(x[i], q + (long long)(item.token + row / GROUP) * (HEADS * GROUP * SIZE) + at);
       }
-      const u32 target = shared.queries(nth % 2, warpgroup) + piece / 8 * HALF_BYTES;
+      const u32 target = shared.queries(nth % 2, some / 64) + piece / 8 * HALF_BYTES;
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) {
-        const int row = first_row + i * ROW_STEP;
+        const int row = some % 64 + i * ROW_STEP;
         store_shared(target + row * 128 + ((piece % 8 ^ (row & 7)) << 4), to_inner(x[i].x),
                      to_inner(x[i].y), to_inner(x[i].z), to_inner(x[i].w));
       }

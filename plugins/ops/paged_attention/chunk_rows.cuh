@@ -64,10 +64,26 @@ struct Rings {
   Ring<STAGES> keys, values;
 };
 
+// Loads a warp's 16 rows of queries as left operands in registers: logits then ask half as much of shared memory.
+DEVICE void load_queries(u32 (&queries)[STEPS][4], u32 operand) {
+  const int thread = thread_from_here(), row = (thread - THREADS) / 32 % 4 * 16 + thread % 16;
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    const int piece = 2 * i + thread % 32 / 16;
+    const u32 at = operand + piece / 8 * HALF_BYTES + row * 128 + ((piece % 8 ^ (row & 7)) << 4);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(queries[i][0]), "=r"(queries[i][1]), "=r"(queries[i][2]),
+                   "=r"(queries[i][3])
+                 : "r"(at)
+                 : "memory");
+  }
+}
+
 // Attends to tiles [0, tiles): `all` is what is merged of all work items but the last, `unit` the last one. From
-// full_tiles on rows see keys up to last_key only.
-DEVICE void attend(const Shared& shared, Rings& rings, u32 queries, int tiles, int full_tiles,
-                   const int (&last_key)[2], float scale, State& all, State& unit) {
+// full_tiles on rows see keys up to last_key only. Queries are where `start_logits` finds them.
+template <class Queries>
+DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, int tiles,
+                   int full_tiles, const int (&last_key)[2], float scale, State& all, State& unit) {
   auto& keys = rings.keys;
   auto& values = rings.values;
   float s[32];
