@@ -177,6 +177,8 @@ class Chain:
             if not 2 <= made.stages <= 24 or not made.fits(tiles, chunks, True):
                 continue
             found.append(made)
+            if split == 1 and self.tokens > width:
+                found.append(replace(made, pairs=True))
             if split == 0:
                 found.append(replace(made, blocks=128))
             elif split == 1 and tiles > 132 * rows:  # as few blocks as leave none with more to do
@@ -213,7 +215,7 @@ def sweep_fills(chain: Chain, name: str, best: list[str]) -> None:
         if plan[index] == MANY:
             continue
         variant = DecodeVariant.parse(plan[index], form_of(chain.layers[0].products[index]))
-        if variant.normalizes:
+        if variant.normalizes or variant.pairs:
             continue
         most = min(variant.stages, MAX_FILL) + 1
         ways = [

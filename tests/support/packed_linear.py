@@ -34,6 +34,7 @@ VARIANTS = (
     "n32r1c2s8k1g0f0",
     "n48r1c2s7k1g0f0",
     "n64r1c2s6k0g0f0",
+    "n64r1c2s6k1g0f0+pair",
     "n8r1c1s11k4g0f0",
     "n16r1c2s4k2g0f0",
     "n8r1c2s4k2g0f0+norm8",

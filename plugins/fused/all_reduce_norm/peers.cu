@@ -10,6 +10,7 @@
 //
 // Macros: RANKS, LEAVES, HIDDEN (a multiple of 256), WARPS (of a block), ROW_WARPS (warps of a row), MODEL_TYPE, QUANTIZED (0 | 1: out is FP8),
 // HOPS (1 | 2), KEEPS (0 | 1), IS_GIVEN (1: the product before handed its sums to the other ranks itself).
+#include "backends/cuda/sm90/cluster.cuh"
 #include "backends/cuda/sm90/norm_math.cuh"
 #include "ops/all_reduce/meeting.cuh"
 

@@ -16,14 +16,17 @@
 // tile shared by two blocks is summed by one after the other; every block must have some. K must have
 // a multiple of CHUNKS chunks.
 //
+// With SHARERS 2, blocks of a cluster have the same weights and different tokens: each copies one half of the weights to
+// both.
+//
 // 4-bit weights (MXFP4) have chunks of 256 columns, which are multiplied by two chunks of tokens. Warps
 // expand them to E4M3 in registers for the same products.
 //
 // Macros: INPUT_TYPE (E4M3 | BF16 | FP16: of tokens), MXFP4 (0 | 1), TOKENS (8 ... 64), ROW_TILES,
 // CHUNKS, STAGES, SPLIT (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), FILL (slots
 // requested at once during the first pass over the ring; 0: all), NORM (decode_norm.cuh), LEAVES
-// (leaves.cuh), and those of epilogue.cuh.
-// Grid: x blocks (times SPLIT), y token tiles.
+// (leaves.cuh), SHARERS (1 | 2), and those of epilogue.cuh.
+// Grid: x blocks (times SPLIT or SHARERS), y token tiles (divided by SHARERS).
 
 #include "ops/packed_linear/decode_cluster.cuh"
 #include "ops/packed_linear/decode_tiles.cuh"
@@ -49,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELPERS, BLOCKS)
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(shared.full + 8 * i, 1);
-      barrier_init(shared.empty + 8 * i, CONSUMERS / 32);
+      barrier_init(shared.empty + 8 * i, SHARERS * CONSUMERS / 32);
       if (FILL > 0) barrier_init(shared.first + 8 * i, 1);
     }
     if (CLUSTER > 1) {
@@ -62,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELPERS, BLOCKS)
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_arrive();
+  if (SHARERS > 1) cluster_meet();
   Walk walk(row_tiles, chunks);
 #if NORM
   const auto normalized = [&] {
@@ -91,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELPERS, BLOCKS)
     }
     __syncwarp();
     if (CLUSTER > 1) cluster_wait();
+    if (SHARERS > 1) cluster_meet();
     return;
   }
   const Epilogue e = {EPILOGUE_VALUES};
@@ -105,4 +110,5 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELPERS, BLOCKS)
 #else
   multiply_active_share<ROW_TILES>(shared, walk, e, rows, chunks);
 #endif
+  if (SHARERS > 1) cluster_meet();  // whoever ends has no more to be told
 }

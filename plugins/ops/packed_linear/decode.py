@@ -4,6 +4,7 @@ A variant has a compact notation, used in tactics: "n8r1c2s6k1g128f2" is a tile 
 tile and 2 chunks (blocks along K) per slot, 6 slots, no split of K, 128 thread blocks (0: chosen by
 shape), 2 slots requested at once in the first pass over the ring (0: all). k0: every block has an
 equal share of all intervals. With "+norm8" every block normalizes the tokens itself, with 8 warps.
+With "+pair" two thread blocks, of two token tiles, copy their weights together.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _NORM_SUMS = 2 * 4 * MAX_NORM_PARTS  # bytes; two rows alternately
 _ALIGNMENT = 1024  # of tokens in a slot
 _SLOT_BARRIERS = 24  # bytes: a slot is full, is empty, has the weights of its first pass
 _WARPS = 5
-_PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)f(\d+)(?:\+norm(\d+))?")
+_PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)f(\d+)(?:\+norm(\d+))?(\+pair)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,15 @@ class DecodeVariant:
     blocks: int = 0  # thread blocks; 0: see `grid_blocks`
     fill: int = 0  # slots requested at once in the first pass over the ring; 0: all
     norm_warps: int = 0  # warps that normalize the tokens; 0: they are already normalized
+    pairs: bool = field(default=False, kw_only=True)  # whether two blocks share weights
     form: Form = field(default=FORMS[FP8], kw_only=True)  # of the weight; not part of the text
 
     def __str__(self) -> str:
         return (
             f"n{self.tokens}r{self.row_tiles}c{self.chunks}s{self.stages}"
-            f"k{self.split}g{self.blocks}f{self.fill}" + f"+norm{self.norm_warps}" * self.normalizes
+            f"k{self.split}g{self.blocks}f{self.fill}"
+            + f"+norm{self.norm_warps}" * self.normalizes
+            + "+pair" * self.pairs
         )
 
     @classmethod
@@ -78,7 +82,9 @@ class DecodeVariant:
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a decode variant")
-        return cls(*(int(number or 0) for number in match.groups()), form=form)
+        *numbers, pair = match.groups()
+        values = [int(number or 0) for number in numbers]
+        return cls(*values, pairs=bool(pair), form=form)
 
     @property
     def helpers(self) -> int:
@@ -89,6 +95,11 @@ class DecodeVariant:
     def normalizes(self) -> bool:
         """Whether blocks normalize the tokens themselves."""
         return self.norm_warps > 0
+
+    @property
+    def sharers(self) -> int:
+        """Thread blocks that share weights."""
+        return 2 if self.pairs else 1
 
     def kept_bytes(self, chunks: int) -> int:
         """Shared memory besides the ring: parts of the rows that a block owns, and normalized
@@ -132,6 +143,7 @@ class DecodeVariant:
             and self.fill <= self.stages
             and (not self.normalizes or self._normalizes_width(chunks * (128 if is_fp8 else 64)))
             and not (self.normalizes and self.form.is_coded)
+            and not (self.pairs and (self.split != 1 or self.fill or self.normalizes))
         )
 
     def _normalizes_width(self, hidden: int) -> bool:
@@ -174,12 +186,14 @@ def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> Ker
         "SPLIT": variant.split,
         "MAX_INTERVALS": intervals,
         "FILL": variant.fill,
+        "SHARERS": variant.sharers,
     }
     shape = f"n{variant.tokens}r{variant.row_tiles}c{variant.chunks}s{variant.stages}"
     words = [call.op, "few", shape]
     words += [f"k{variant.split}i{intervals}"] * (variant.split > 1)
     words += ["even"] * (variant.split == 0)
     words += [f"f{variant.fill}"] * (variant.fill > 0)
+    words += ["pair"] * variant.pairs
     if variant.normalizes:
         hidden = call.inputs["x"].shape[1]
         constants |= {"NORM": 1, "HIDDEN": hidden, "NORM_WARPS": variant.norm_warps}
@@ -193,7 +207,7 @@ def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> Ker
         entry="decode",
         num_warps=_WARPS + variant.helpers,
         shared_bytes=variant.shared_bytes(chunks),
-        cluster=max(variant.split, 1),
+        cluster=max(variant.split, 1) * variant.sharers,
     )
 
 
@@ -218,7 +232,9 @@ def token_values(call: OpCall, variant: DecodeVariant, tokens: int) -> tuple[Arg
 def decode_launch(call: OpCall, env: LaunchEnv, tokens: int, variant: DecodeVariant) -> Launch:
     """Multiply the first `tokens` rows of `x`."""
     row_tiles = call.inputs["weight"].shape[0]
-    grid = (grid_blocks(variant, row_tiles, env.limits.num_sms), -(-tokens // variant.tokens), 1)
+    sharers = variant.sharers
+    blocks = grid_blocks(variant, row_tiles, env.limits.num_sms) * sharers
+    grid = (blocks, -(-tokens // (variant.tokens * sharers)), 1)
     arguments = (*token_values(call, variant, tokens), *argument_values(call, env, tokens))
     if variant.split == 0:
         assert grid[0] <= MAX_BLOCKS and grid[1] == 1 and variant.tokens <= MAX_HANDED

@@ -11,7 +11,7 @@ struct Slice {
 
   DEVICE void load_rows(const Epilogue& e, int tile, int quarter, int octet) {
     group = 4 * tile + quarter;
-    token = blockIdx.y * TOKENS + 8 * octet + 2 * (threadIdx.x & 3);
+    token = first_token() + 8 * octet + 2 * (threadIdx.x & 3);
     rows = ::load_rows(e, group);
   }
   DEVICE void load_tokens(const Epilogue& e) {
@@ -111,8 +111,12 @@ DEVICE void start_slot(const Shared& shared, const Walk& walk, float (&part)[ACT
   product_commit();
 }
 
+// Tells the copying warp, and those of blocks that copy to the slot, too.
 DEVICE void free_slot(const Shared& shared, int slot) {
-  if (slot >= 0 && threadIdx.x % 32 == 0) barrier_arrive(shared.empty + 8 * slot);
+  if (slot < 0 || threadIdx.x % 32 >= SHARERS) return;
+  const u32 empty = shared.empty + 8 * slot;
+  if (SHARERS == 1) barrier_arrive(empty);
+  else barrier_arrive_remote(remote_address(empty, threadIdx.x % 32));
 }
 
 template <int ACTIVE>

@@ -7,6 +7,7 @@
 #define HIDDEN 0
 #endif
 
+#include "backends/cuda/sm90/cluster.cuh"
 #include "ops/packed_linear/epilogue.cuh"
 #include "ops/packed_linear/leaves.cuh"
 #include "schemes/mxfp4/mxfp4.cuh"
@@ -22,14 +23,20 @@ constexpr int INTERVAL = 4 / BOXES;                // chunks of an FP8 interval
 constexpr bool IS_FP8 = INPUT_TYPE::bytes == 1;
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 32;
 constexpr int OCTETS = TOKENS / 8;
-constexpr int CLUSTER = SPLIT == 0 ? 1 : SPLIT;
+constexpr int CLUSTER = SPLIT == 0 ? 1 : SPLIT;  // blocks that share K
 constexpr int OWNED = 4 / CLUSTER;  // groups of 16 rows of a tile that one block stores
 constexpr int PART_BYTES = 512;   // 16 rows x 8 tokens of float32
 static_assert(CLUSTER == 1 || IS_FP8, "only sums in intervals can be divided over blocks");
 static_assert(LEAVES == 1 || ROW_TILES == 1, "row tiles of a slot have the same tokens");
 static_assert(SPLIT != 0 || ROW_TILES == 1, "shared tiles are handed on one by one");
+static_assert(SHARERS == 1 || (SPLIT == 1 && FILL == 0 && !NORM), "blocks that share weights share nothing else");
 static_assert(INTERVAL % CHUNKS == 0, "an interval ends with a slot");
 static_assert(!MXFP4 || (IS_FP8 && !NORM), "4-bit weights meet FP8 tokens, which come normalized");
+
+// The first token of a block.
+DEVICE int first_token() {
+  return (blockIdx.y * SHARERS + blockIdx.x % SHARERS) * TOKENS;
+}
 
 // The work of one block, and the slots of the ring that it uses, in order.
 #if SPLIT != 0
@@ -43,8 +50,8 @@ struct Walk {
   u32 phase;
 
   DEVICE Walk(int row_tiles, int chunks) {
-    const int rank = blockIdx.x % SPLIT, blocks = gridDim.x / SPLIT;
-    const long long block = blockIdx.x / SPLIT;
+    const int rank = blockIdx.x % SPLIT, blocks = gridDim.x / (SPLIT * SHARERS);
+    const long long block = blockIdx.x / (SPLIT * SHARERS);
     tile = int(block * row_tiles / blocks);
     last_tile = int((block + 1) * row_tiles / blocks);
     const int intervals = (chunks + INTERVAL - 1) / INTERVAL;
@@ -149,13 +156,20 @@ DEVICE void copy_weights(const Shared& shared, const Walk& walk, const u8* weigh
                          u32 x_bytes, u64 policy, bool is_first = false) {
   const u32 full = (is_first ? shared.first : shared.full) + 8 * walk.slot;
   barrier_expect(full, walk.active * (CHUNKS * BLOCK_BYTES) + CHUNKS * BOXES * x_bytes);
-  const u8* from = weight + ((long long)walk.tile * chunks + walk.chunk) * BLOCK_BYTES;
-  const u32 to = shared.ring + walk.slot * STAGE_BYTES;
+  // Of what blocks share each copies a part to all of them.
+  constexpr int PART = CHUNKS * BLOCK_BYTES / SHARERS;
+  const int part = blockIdx.x % SHARERS * PART;
+  const u8* from = weight + ((long long)walk.tile * chunks + walk.chunk) * BLOCK_BYTES + part;
+  const u32 to = shared.ring + walk.slot * STAGE_BYTES + part;
 #pragma unroll
   for (int r = 0; r < ROW_TILES; ++r) {
     if (r < walk.active) {
-      copy_block(to + r * CHUNKS * BLOCK_BYTES, from + (long long)r * chunks * BLOCK_BYTES,
-                 CHUNKS * BLOCK_BYTES, full, policy);
+      const u8* its = from + (long long)r * chunks * BLOCK_BYTES;
+      if (SHARERS == 1) {
+        copy_block(to + r * CHUNKS * BLOCK_BYTES, its, PART, full, policy);
+      } else {
+        copy_block_to((1 << SHARERS) - 1, to + r * CHUNKS * BLOCK_BYTES, its, PART, full, policy);
+      }
     }
   }
 }
@@ -184,7 +198,7 @@ DEVICE void copy_tokens(const Shared& shared, const Walk& walk, const Leaf& leaf
   const int chunk = leaf.first_chunk(walk.tile) + walk.chunk;
 #pragma unroll
   for (int c = 0; c < CHUNKS * BOXES; ++c) {
-    copy_box(to + c * X_BYTES, x, (chunk * BOXES + c) * ELEMENTS, blockIdx.y * TOKENS,
+    copy_box(to + c * X_BYTES, x, (chunk * BOXES + c) * ELEMENTS, first_token(),
              shared.full + 8 * walk.slot, policy);
   }
 }

@@ -2,6 +2,7 @@
 // writes the output.
 #pragma once
 
+#include "backends/cuda/sm90/cluster.cuh"
 #include "ops/paged_attention/generation_units.cuh"
 #include "ops/paged_attention/meeting.cuh"
 #include "ops/paged_attention/output.cuh"

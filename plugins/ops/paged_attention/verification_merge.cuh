@@ -1,6 +1,7 @@
 // Where the thread blocks of verification.cu store work items (`unit`), how they merge them, and the output.
 #pragma once
 
+#include "backends/cuda/sm90/cluster.cuh"
 #include "ops/paged_attention/output.cuh"
 #include "ops/paged_attention/verification_tiles.cuh"
 

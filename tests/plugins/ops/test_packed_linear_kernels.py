@@ -52,6 +52,9 @@ def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype):
         assert products and set(products) == {str(variant.tokens)}, spec.name
         assert wanted in code and "HMMA." not in code.replace("HGMMA.", ""), spec.name
         assert "UBLKCP" in code and "UTMALDG" in code, spec.name
+        copies = re.findall(r"UBLKCP\S*", code)
+        assert all(("MULTICAST" in copy) == variant.pairs for copy in copies), spec.name
+        assert kernel.cluster == max(variant.split, 1) * variant.sharers
         blocks = 2 if variant.shared_bytes(64) <= SHARED_HALF else 1
         assert kernel.registers * kernel.threads * blocks <= 65536
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,9 @@ def test_variants_that_a_weight_cannot_have_are_told_apart():
     assert fits("n8r1c1s5k1g0f0+norm8")
     assert not fits("n8r1c1s5k1g0f0+norm12")  # a row has eight parts
     assert not fits("n16r1c1s5k1g0f0+norm8")
+    assert fits("n8r1c4s5k1g0f0+pair")
+    for text in ("n8r1c4s5k2g0f0", "n8r1c4s5k0g0f0", "n8r1c4s5k1g0f1", "n8r1c1s5k1g0f0+norm8"):
+        assert not fits(text + "+pair")  # blocks that share weights share nothing else
 
 
 @pytest.mark.parametrize("dtype", FORMS)
@@ -96,6 +100,14 @@ def test_a_step_launches_the_entry_of_its_tokens():
         if few:  # rows that the step has not are not even read
             assert x_map.box_rows == tokens
         assert len(launch.arguments) == len(launch.spec.arguments)
+
+
+def test_pairs_of_blocks_have_a_token_tile_each():
+    call = replace(make_call("packed_linear", FP8), tactic="256:n16r1c4s5k1g0f0+pair;*:many")
+    for tokens, rows in ((1, 1), (16, 1), (17, 1), (32, 1), (33, 2)):
+        (launch,) = launches(call, make_env(), StepShape(tokens, 1, 1, tokens, tokens))
+        assert launch.spec.cluster == launch.spec.constants["SHARERS"] == 2
+        assert launch.grid == (2 * call.inputs["weight"].shape[0], rows, 1)
 
 
 def test_a_stored_tactic_is_obeyed():

@@ -189,41 +189,10 @@ DEVICE void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// ---- programmatic dependent launch, clusters ----
+// ---- programmatic dependent launch ----
 
 DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEVICE void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Says that this block's barriers are initialised, after barrier_init_fence. Relaxed: a release would have every
-// warp wait for all its accesses of memory.
-DEVICE void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-DEVICE u32 remote_address(u32 address, u32 rank) {
-  u32 remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-
-// 16 bytes into another block's shared memory, counted by that block's barrier.
-DEVICE void store_remote(u32 address, u32 barrier, float a, float b, float c, float d) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
-      "[%5];" ::"r"(address),
-      "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
-      : "memory");
-}
-
-// 8 bytes, likewise.
-DEVICE void store_remote_pair(u32 address, u32 barrier, float a, float b) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          address),
-      "f"(a), "f"(b), "r"(barrier)
-      : "memory");
-}
 
 // ---- warpgroup products ----
 
