@@ -66,7 +66,8 @@ def assemble(
     scheduler = Scheduler(config.scheduler, kv_cache, limits, lengths)
     tuner: AwaitedSteps | None = None
     if config.max_step_ms is not None:
-        tuner = make_tuner(config.max_step_ms, target.tokens_per_block, limits.max_num_tokens)
+        unit = max(target.tokens_per_block, target.context_group)
+        tuner = make_tuner(config.max_step_ms, unit, limits.max_num_tokens)
         scheduler.set_token_budget(tuner.budget)
     sampler = Sampler(target.vocab_size, sampling)
     target.allocate_kv_cache(kv_cache.num_blocks)
@@ -114,4 +115,5 @@ def _kv_cache(
         # A device round may be one whole round ahead of what the host has read.
         max_step_tokens=most_step_tokens(target.max_num_tokens, drafter.max_draft_len),
         onboards_aside=target.onboards_aside,
+        context_group=target.context_group,
     )

@@ -215,7 +215,13 @@ class Loop:
 
 def _spans(batch: Batch, drafts: Items[Drafts], takes_trees: bool) -> list[Span]:
     spans = [
-        Span(item.sequence, item.start, item.start + item.num_tokens, (), item.needs_logits)
+        Span(
+            item.sequence,
+            item.start,
+            item.start + item.num_tokens,
+            needs_logits=item.needs_logits,
+            context_end=item.sequence.context_end,
+        )
         for item in batch.context
     ]
     for item, proposed in zip(batch.generation, drafts, strict=True):

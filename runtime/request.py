@@ -183,6 +183,7 @@ class Sequence:
     tokens: list[int]
     num_prompt_tokens: int
     max_len: int  # the most tokens: prompt + max_tokens, limited by max_seq_len
+    context_end: int = 0  # attention of the tokens before has FP8 products (fp8_context.py)
     kv_lens: list[int] = field(default_factory=lambda: [0])  # valid entries in each cache group
     block_table: list[int] = field(default_factory=list)
     blocks: BlockCounts = field(default_factory=BlockCounts)

@@ -29,6 +29,9 @@ class StepRunner(Protocol):
     onboards_aside: bool  # copies from host memory may be in flight while steps run
     is_asynchronous: bool  # `run` returns before the step has been computed
     takes_trees: bool  # drafts may be trees
+    # Attention of prompts has FP8 products, of so many tokens at a time (fp8_context.py); 0: 16-bit
+    # products.
+    context_group: int
     shares_logits: bool  # ranks have parts of each row: ask for best ids where they are enough
 
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
@@ -49,7 +52,8 @@ class Span:
     """tokens[start:end] of one sequence, then its drafts, in one packed step.
 
     With `needs_logits` the last committed token and every draft get a row of logits. With `parents`
-    the drafts are a tree (`Drafts.parents`); then end = start + 1, the root.
+    the drafts are a tree (`Drafts.parents`); then end = start + 1, the root. `context_end` is that
+    of a sequence whose tokens the engine computes with FP8 products, else 0.
     """
 
     sequence: Sequence
@@ -58,6 +62,7 @@ class Span:
     drafts: Items[int] = ()
     needs_logits: bool = True
     parents: Items[int] | None = None
+    context_end: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -96,6 +101,7 @@ def pack(spans: Items[Span], tokens_per_block: int) -> StepInputs:
     if any(span.parents for span in spans):
         assert all(span.end == span.start + 1 for span in spans if span.parents), "roots alone"
         trees = pack_trees([span.parents for span in spans], prefix, positions)
+    ends = [span.context_end if span.start < span.context_end else 0 for span in spans]
     return StepInputs(
         token_ids=np.array(token_ids, np.int32),
         position_ids=positions,
@@ -105,6 +111,7 @@ def pack(spans: Items[Span], tokens_per_block: int) -> StepInputs:
         slot_mapping=slots,
         logit_rows=np.array(logit_rows, np.int32),
         trees=trees,
+        context_end=np.array(ends, np.int32) if any(ends) else None,
     )
 
 

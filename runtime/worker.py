@@ -108,7 +108,7 @@ class Worker:
             check_token_ids(tracked.request, self._target.vocab_size)
             self._check_drafting(tracked.request)
             self._config.check_acceptance(tracked.request)
-            tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
+            self._make_sequences(tracked)
             self._next_sequence_id += len(tracked.sequences)
             ready = tracked.sequences
             if self._config.kv_cache.enable_block_reuse:
@@ -117,6 +117,10 @@ class Worker:
                 self.scheduler.add(sequence)
         except Exception as error:  # any error here is that of this request
             self._fail(tracked, error)
+
+    def _make_sequences(self, tracked: TrackedRequest) -> None:
+        target = self._target
+        tracked.make_sequences(self._next_sequence_id, target.max_seq_len, target.context_group)
 
     def _expire(self) -> None:
         """End requests whose allotted time is over."""
@@ -221,7 +225,7 @@ class Worker:
         self._active |= {tracked.request_id: tracked for tracked in arrived}
         if error is None:
             for tracked in arrived:
-                tracked.make_sequences(self._next_sequence_id, self._target.max_seq_len)
+                self._make_sequences(tracked)
             for tracked in list(self._active.values()):
                 self._end(tracked, FinishReason.CANCELLED)
         else:  # nothing is released: the state may be inconsistent

@@ -64,6 +64,10 @@ class StepInputs:
     # Of each row the best id is wanted and no logits, which ranks then do not gather. Asked only of
     # engines that have `shares_logits`.
     best_only: bool = False
+    # [B] attention of tokens at positions before it has FP8 products (fp8_context.py); None: of no
+    # token of the step. Asked only of engines built for that; a request that has such tokens has at
+    # least a whole group of them in the step.
+    context_end: NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:

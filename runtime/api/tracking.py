@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from time import monotonic
 
+from llmctl.plugins.ops.paged_attention.fp8_context import context_end
 from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.request import FinishReason, Request, Response, Result, Sequence
 from llmctl.runtime.stats.counters import RequestStage, RequestStats
@@ -39,8 +40,9 @@ class TrackedRequest:
         allotted_ms = self.request.allotted_time_ms
         return allotted_ms is not None and monotonic() - self.arrived_s >= allotted_ms / 1e3
 
-    def make_sequences(self, first_id: int, max_seq_len: int) -> None:
-        """One sequence per returned output, with consecutive ids from `first_id`."""
+    def make_sequences(self, first_id: int, max_seq_len: int, context_group: int) -> None:
+        """One sequence per returned output, with consecutive ids from `first_id`. context_group:
+        see StepRunner."""
         prompt = self.request.input_token_ids
         max_len = min(len(prompt) + self.request.max_tokens, max_seq_len)
         count = self.request.sampling_config.num_return_sequences
@@ -53,6 +55,7 @@ class TrackedRequest:
                 tokens=list(prompt),
                 num_prompt_tokens=len(prompt),
                 max_len=max_len,
+                context_end=context_end(len(prompt), context_group),
             )
             for index in range(count)
         ]

@@ -27,6 +27,7 @@ from llmctl.builder.engine_format import (
 from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cpu.ranks import Ranks
 from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, BlockHolder, CopyKind, Move
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
@@ -65,6 +66,8 @@ class Engine(ABC):
         )
         self.takes_trees = self.max_draft_len > 1  # two drafts may branch
         self.tokens_per_block = plan.kv_cache.tokens_per_block
+        has_fp8 = any(op.attributes.get("fp8_context", False) for op in plan.ops)
+        self.context_group = GROUP if has_fp8 else 0
 
     @property
     def kv_bytes_per_block(self) -> int:

@@ -142,6 +142,7 @@ def pad(step: StepInputs, shape: StepShape) -> StepInputs:
     if trees is not None:
         roots = None if trees.roots is None else _extend(trees.roots, shape.num_requests, 0)
         trees = Trees(_extend(trees.start, shape.num_requests, -1), trees.paths, roots)
+    ends = step.context_end
     return StepInputs(
         token_ids=_extend(step.token_ids, shape.num_tokens, 0),
         position_ids=_extend(step.position_ids, shape.num_tokens, 0),
@@ -152,6 +153,7 @@ def pad(step: StepInputs, shape: StepShape) -> StepInputs:
         logit_rows=_extend(step.logit_rows, shape.num_rows, 0),
         trees=trees,
         best_only=step.best_only,
+        context_end=None if ends is None else _extend(ends, shape.num_requests, 0),
     )
 
 

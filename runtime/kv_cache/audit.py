@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from llmctl.runtime.kv_cache.eviction import worth
 from llmctl.runtime.kv_cache.lease import Lease
-from llmctl.runtime.kv_cache.radix_tree import NOWHERE, Node, path_to
+from llmctl.runtime.kv_cache.radix_tree import NOWHERE, Key, Node, path_to
 from llmctl.runtime.kv_cache.store import BlockStore
 
 
@@ -33,7 +33,8 @@ def check_leases(
         assert max(lease.num_computed) <= tail.depth, "a group counts blocks that are not there"
         for index, node in enumerate(path_to(tail)):
             assert sequence.block_table[index] == node.block_id
-            assert tuple(sequence.tokens[index * size : (index + 1) * size]) == node.key
+            tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
+            assert Key(tokens, index * size < sequence.context_end) == node.key
             users[node] = users.get(node, 0) + 1
     check_store(store, users, private)
     for node in store.tree.nodes():

@@ -1,8 +1,8 @@
 """Events about cached blocks, for programs that route requests by cache contents.
 
 Events are kept in a bounded buffer that drops the oldest; reading removes them. Names are those of
-the TensorRT-LLM executor in snake_case. A block's hash is a function of its tokens and its parent's
-hash, so that processes agree on it.
+the TensorRT-LLM executor in snake_case. A block's hash is a function of its tokens, its parent's
+hash and whether it was computed with FP8 products, so that processes agree on it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class KvCacheStoredBlockData:
     tokens: tuple[int, ...]
     cache_level: int
     priority: int
+    is_fp8: bool = False  # its tokens were computed with FP8 products (`Sequence.context_end`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,9 @@ class KvCacheEventManager:
         return events
 
 
-def block_hash(parent_hash: int | None, tokens: Row[int]) -> int:
+def block_hash(parent_hash: int | None, tokens: Row[int], is_fp8: bool = False) -> int:
     """A 64-bit hash of `tokens` following the block with `parent_hash`."""
-    digest = blake2b(digest_size=8)
+    digest = blake2b(digest_size=8, person=b"fp8" if is_fp8 else b"")
     digest.update(
         struct.pack(f"<?Q{len(tokens)}q", parent_hash is not None, parent_hash or 0, *tokens)
     )

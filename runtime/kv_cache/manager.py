@@ -20,8 +20,8 @@ from llmctl.runtime.kv_cache.events import KvCacheEventManager
 from llmctl.runtime.kv_cache.groups import change_over, groups_with, leading_blocks, publishable
 from llmctl.runtime.kv_cache.lease import Lease
 from llmctl.runtime.kv_cache.moves import BlockCopy
-from llmctl.runtime.kv_cache.prefix import PrefixMatch, find_prefix, within_reach
-from llmctl.runtime.kv_cache.radix_tree import Node, path_to
+from llmctl.runtime.kv_cache.prefix import Groups, PrefixMatch, find_prefix, within_reach
+from llmctl.runtime.kv_cache.radix_tree import Key, Node, path_to
 from llmctl.runtime.kv_cache.stats import KvCacheStats, PromptCounters, make_stats
 from llmctl.runtime.kv_cache.store import BlockStore
 from llmctl.runtime.kv_cache.window import AttentionWindow
@@ -42,6 +42,8 @@ class KvCacheManager:
     With a `window`, a sequence that outgrows it is excluded from reuse and gives back blocks that
     no layer sees any more; `max_step_tokens` is the most tokens of it that a step computes. In its
     table all given-back blocks are replaced by one null block that no sequence owns or reads.
+
+    context_group: as many tokens at a time are computed before `Sequence.context_end`, and reused.
     """
 
     def __init__(
@@ -58,14 +60,17 @@ class KvCacheManager:
         max_step_tokens: int = 0,
         clock: Callable[[], float] = monotonic,
         onboards_aside: bool = False,
+        context_group: int = 0,
     ) -> None:
         if num_blocks < 1 or tokens_per_block < 1:
             raise BadConfig(
                 f"a KV cache of {num_blocks} blocks of {tokens_per_block} tokens holds nothing; "
                 "num_blocks and tokens_per_block must be at least 1"
             )
+        assert context_group % tokens_per_block == 0, "a group of whole blocks"
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
+        self.context_group = context_group
         self.num_host_blocks = num_host_blocks
         self.enable_block_reuse = enable_block_reuse
         self.enable_partial_reuse = enable_block_reuse and enable_partial_reuse
@@ -125,7 +130,8 @@ class KvCacheManager:
         if not self.enable_block_reuse or self.outgrows_window(sequence):
             return PrefixMatch(tree.root, None, 0, 0)
         size, with_partial = self.tokens_per_block, self.enable_partial_reuse
-        return find_prefix(tree, sequence.tokens, size, with_partial=with_partial)
+        groups = Groups(sequence.context_end, self.context_group)
+        return find_prefix(tree, sequence.tokens, size, groups, with_partial=with_partial)
 
     def attach(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Start a lease from a new `lookup`; returns the number of tokens reused.
@@ -135,7 +141,8 @@ class KvCacheManager:
         """
         assert sequence.sequence_id not in self._leases and not sequence.block_table
         store = self._store
-        full = within_reach(store, match.full)
+        groups = Groups(sequence.context_end, self.context_group)
+        full = groups.last(within_reach(store, match.full), self.tokens_per_block)
         path = path_to(full)
         num_computed = leading_blocks(path, len(self.groups))
         lease = self._leases[sequence.sequence_id] = Lease(sequence, full, num_computed)
@@ -216,7 +223,8 @@ class KvCacheManager:
         """Publish one more block of a sequence."""
         sequence, size = lease.sequence, self.tokens_per_block
         table, start = sequence.block_table, index * size
-        key = tuple(sequence.tokens[start : start + size])
+        tokens = tuple(sequence.tokens[start : start + size])
+        key = Key(tokens, start < sequence.context_end)
         computed = groups_with(sequence.kv_lens, start + size)
         node = self._store.publish(lease.tail, key, table[index], computed)
         if node.block_id != table[index]:

@@ -18,16 +18,40 @@ class PrefixMatch(NamedTuple):
     num_blocks_in_use: int  # full blocks that other sequences hold now: they cost no free block
 
 
+class Groups(NamedTuple):
+    """Tokens before `context_end` are computed in whole groups of `size` tokens."""
+
+    context_end: int = 0
+    size: int = 0
+
+    def last(self, node: Node, tokens_per_block: int) -> Node:
+        """The deepest node on the path down to `node` behind which a sequence may go on."""
+        if node.depth * tokens_per_block < self.context_end:
+            while node.depth * tokens_per_block % self.size:
+                assert node.parent is not None
+                node = node.parent
+        return node
+
+
+NO_GROUPS = Groups()
+
+
 def find_prefix(
-    tree: RadixTree, tokens: Row[int], tokens_per_block: int, *, with_partial: bool
+    tree: RadixTree,
+    tokens: Row[int],
+    tokens_per_block: int,
+    groups: Groups = NO_GROUPS,
+    *,
+    with_partial: bool,
 ) -> PrefixMatch:
     """The longest cached prefix of `tokens`. The last token is never part of it: its logits are
     needed, so it has to be computed."""
     limit = len(tokens) - 1
-    full = tree.longest_match(tokens, limit)
+    found = tree.longest_match(tokens, limit, groups.context_end)
+    full = groups.last(found, tokens_per_block)
+    start = full.depth * tokens_per_block
     partial, num_partial_tokens = None, 0
-    if with_partial:
-        start = full.depth * tokens_per_block
+    if with_partial and start >= groups.context_end:
         rest = tokens[start : min(start + tokens_per_block, limit)]
         partial, num_partial_tokens = tree.partial_match(full, rest)
     node = full  # the number of users only increases towards the root

@@ -1,18 +1,29 @@
 """Prefix tree of full KV blocks, keyed by token content and chained through the parent.
 
 A node is one block with known content: the keys on the path from the root are exactly the tokens it
-was computed from. Its content is on the device or in host memory. A sequence that uses a node uses
-its whole path, and used nodes are on the device; eviction removes leaves. So a path has used blocks
-first, then unused ones on the device, then those in host memory.
+was computed from, and how their attention was computed. Its content is on the device or in host
+memory. A sequence that uses a node uses its whole path, and used nodes are on the device; eviction
+removes leaves. So a path has used blocks first, then unused ones on the device, then those in host
+memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Row
+from typing import NamedTuple
 
 from llmctl.runtime.api.retention import DEFAULT_PRIORITY
 
 NOWHERE = -1
+
+
+class Key(NamedTuple):
+    """What a block's content follows from, beside the blocks before it. is_fp8: attention of its
+    tokens had FP8 products (fp8_context.py), which give other keys and values from the second layer
+    on."""
+
+    tokens: tuple[int, ...]
+    is_fp8: bool = False
 
 
 class Node:
@@ -35,7 +46,7 @@ class Node:
         "priority",
     )
 
-    def __init__(self, parent: Node | None, key: tuple[int, ...], block_id: int) -> None:
+    def __init__(self, parent: Node | None, key: Key, block_id: int) -> None:
         self.parent = parent
         self.key = key
         self.block_id = block_id  # on the device, or NOWHERE
@@ -44,7 +55,7 @@ class Node:
         self.groups = 1  # the cache groups that have its content, a bit each; group 0 always
         # identifies the content in events; None if events are off
         self.block_hash: int | None = None
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[Key, Node] = {}
         self.num_device_children = 0
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.num_users = 0
@@ -78,30 +89,32 @@ class RadixTree:
     """Finds the longest known prefix of a token list."""
 
     def __init__(self, tokens_per_block: int) -> None:
-        self.root = Node(None, (), NOWHERE)
+        self.root = Node(None, Key(()), NOWHERE)
         self._tokens_per_block = tokens_per_block
 
-    def longest_match(self, tokens: Row[int], limit: int) -> Node:
-        """The deepest node whose path is a prefix of tokens[:limit]; the root when none is."""
+    def longest_match(self, tokens: Row[int], limit: int, context_end: int = 0) -> Node:
+        """The deepest node whose path is a prefix of tokens[:limit], those before `context_end`
+        computed with FP8 products and no others; the root when none is."""
         size = self._tokens_per_block
         node = self.root
         for end in range(size, limit + 1, size):
-            child = node.children.get(tuple(tokens[end - size : end]))
+            child = node.children.get(Key(tuple(tokens[end - size : end]), end <= context_end))
             if child is None:
                 break
             node = child
         return node
 
     def partial_match(self, node: Node, rest: Row[int]) -> tuple[Node | None, int]:
-        """The child of `node` that shares most leading tokens with `rest`, and how many."""
+        """The child of `node` that shares most leading tokens with `rest`, and how many; none whose
+        attention had FP8 products, which are reused in whole groups of blocks."""
         best, best_len = None, 0
         for child in node.children.values():
-            shared = _common_prefix_len(child.key, rest)
-            if shared > best_len:
+            shared = _common_prefix_len(child.key.tokens, rest)
+            if shared > best_len and not child.key.is_fp8:
                 best, best_len = child, shared
         return best, best_len
 
-    def add(self, parent: Node, key: tuple[int, ...], block_id: int) -> Node:
+    def add(self, parent: Node, key: Key, block_id: int) -> Node:
         """Insert a block of the device under `parent`."""
         child = parent.children[key] = Node(parent, key, block_id)
         parent.num_device_children += 1

@@ -22,7 +22,7 @@ from llmctl.runtime.kv_cache.eviction import (
     worth,
 )
 from llmctl.runtime.kv_cache.moves import BlockCopy, CopyKind
-from llmctl.runtime.kv_cache.radix_tree import NOWHERE, Node, RadixTree, path_to
+from llmctl.runtime.kv_cache.radix_tree import NOWHERE, Key, Node, RadixTree, path_to
 
 
 class BlockStore:
@@ -135,7 +135,7 @@ class BlockStore:
         node.last_used = self._tick
         self._enlist(node)
 
-    def publish(self, parent: Node, key: tuple[int, ...], block_id: int, groups: int = 1) -> Node:
+    def publish(self, parent: Node, key: Key, block_id: int, groups: int = 1) -> Node:
         """Make a block of a sequence that uses `parent` findable, with the content of these groups;
         its publisher uses the result.
 
@@ -287,9 +287,9 @@ class BlockStore:
             return
         parent = node.parent
         assert parent is not None
-        node.block_hash = events.block_hash(parent.block_hash, node.key)
+        node.block_hash = events.block_hash(parent.block_hash, *node.key)
         block = events.KvCacheStoredBlockData(
-            node.block_hash, node.key, events.DEVICE_LEVEL, node.priority
+            node.block_hash, node.key.tokens, events.DEVICE_LEVEL, node.priority, node.key.is_fp8
         )
         self._events.add(events.KvCacheStoredData(parent.block_hash, (block,)))
 

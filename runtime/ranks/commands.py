@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,9 @@ def encode(command: Command) -> bytes:
             trees = argument.trees
             arrays += [trees.start, trees.paths]
             arrays += [] if trees.roots is None else [trees.roots]
-        argument = [[array.shape for array in arrays], argument.best_only]
+        ends = argument.context_end
+        arrays += [] if ends is None else [ends]
+        argument = [[array.shape for array in arrays], argument.best_only, ends is not None]
     elif command.call == "copy_blocks":
         argument = [(*copy[:3], copy.kind.value, copy.groups) for copy in argument]
     head = json.dumps([command.engine, command.call, argument], default=int).encode()
@@ -66,8 +68,9 @@ def decode(read: Callable[[int], bytes]) -> Command:
     num_head, num_data = _SIZES.unpack(read(_SIZES.size))
     engine, call, argument = json.loads(read(num_head))
     if call in _STEPS:
-        shapes, best_only = argument
-        argument = replace(_step(shapes, read(num_data)), best_only=best_only)
+        shapes, best_only, has_ends = argument
+        argument = _step(shapes, read(num_data), has_ends=has_ends)
+        argument.best_only = best_only
     elif call == "copy_blocks":
         argument = [
             BlockCopy(src, dst, count, CopyKind(kind), groups)
@@ -78,7 +81,7 @@ def decode(read: Callable[[int], bytes]) -> Command:
     return Command(engine, call, argument)
 
 
-def _step(shapes: Sequence[Sequence[int]], data: bytes) -> StepInputs:
+def _step(shapes: Sequence[Sequence[int]], data: bytes, *, has_ends: bool) -> StepInputs:
     arrays: list[NDArray[np.int32]] = []
     first = 0
     for shape in shapes:
@@ -88,10 +91,11 @@ def _step(shapes: Sequence[Sequence[int]], data: bytes) -> StepInputs:
             np.frombuffer(part, np.int32).reshape(shape) if count else np.zeros(shape, np.int32)
         )
         first += 4 * count
+    ends = arrays.pop() if has_ends else None
     count = len(_STEP)
     trees = Trees(*arrays[count:]) if len(arrays) > count else None
     own: dict[str, Any] = dict(zip(_STEP, arrays[:count], strict=True))
-    return StepInputs(**own, trees=trees)
+    return StepInputs(**own, trees=trees, context_end=ends)
 
 
 def _moves(argument: Sequence[Sequence[Sequence[int]]]) -> list[list[Move]]:

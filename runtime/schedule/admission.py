@@ -10,7 +10,7 @@ from llmctl.errors import BadConfig, OutOfMemory, PromptTooLong
 from llmctl.runtime.api import refused
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.request import Request, Sequence
-from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
+from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy, Cuts
 
 
 class CapacitySchedulerPolicy(enum.Enum):
@@ -53,29 +53,35 @@ class Limits:
             raise BadConfig(f"max_draft_len is {self.max_draft_len}; it must be at least 0")
 
 
-def refuse_chunks_below_a_block(
-    config: SchedulerConfig, limits: Limits, tokens_per_block: int
-) -> None:
+def refuse_small_steps(config: SchedulerConfig, limits: Limits, cuts: Cuts) -> None:
     """Raise BadConfig where not even the smallest context chunk fits a step."""
-    if config.enable_chunked_context and limits.max_num_tokens < tokens_per_block:
+    if not config.enable_chunked_context or limits.max_num_tokens >= cuts.widest:
+        return
+    if cuts.group > cuts.block:
         raise BadConfig(
-            f"max_num_tokens is {limits.max_num_tokens}, less than one block of "
-            f"{tokens_per_block} tokens, the smallest context chunk",
-            fix="rebuild with a larger --max_num_tokens or a smaller --tokens_per_block",
+            f"max_num_tokens is {limits.max_num_tokens}; the engine reads prompts with FP8 "
+            f"products, {cuts.group} tokens at a time",
+            fix=f"ask for at least {cuts.group}, or rebuild with --use_fp8_context_fmha disable",
         )
+    raise BadConfig(
+        f"max_num_tokens is {limits.max_num_tokens}, less than one block of "
+        f"{cuts.block} tokens, the smallest context chunk",
+        fix="rebuild with a larger --max_num_tokens or a smaller --tokens_per_block",
+    )
 
 
-def refuse_token_budget(num_tokens: int, limits: Limits, chunk_unit: int | None) -> None:
-    """Raise BadConfig for a budget per step that the engine cannot keep. chunk_unit: None: prompts
-    are not cut."""
-    if chunk_unit is None:
+def refuse_token_budget(num_tokens: int, limits: Limits, cuts: Cuts | None) -> None:
+    """Raise BadConfig for a budget per step that the engine cannot keep. cuts: None: prompts are
+    not cut."""
+    if cuts is None:
         raise BadConfig(
             "a token budget per step needs chunked context, which is off",
             fix="turn --enable_chunked_context on, or leave --max-step-ms out",
         )
-    if not chunk_unit <= num_tokens <= limits.max_num_tokens:
+    if not cuts.widest <= num_tokens <= limits.max_num_tokens:
+        unit = "a group that FP8 products read" if cuts.group > cuts.block else "one block"
         raise BadConfig(
-            f"the token budget is {num_tokens}; it must be from {chunk_unit} (one block) to "
+            f"the token budget is {num_tokens}; it must be from {cuts.widest} ({unit}) to "
             f"{limits.max_num_tokens} (max_num_tokens)"
         )
 

@@ -61,12 +61,14 @@ class Capacity:
     def _awaits_shared_block(
         self, head: Sequence, match: PrefixMatch, active: Collection[Sequence]
     ) -> bool:
-        """True while an active sequence computes the same block that `head` would compute first.
+        """True while an active sequence computes the same block that `head` would compute first, or
+        the same group of blocks.
 
         So several outputs of one prompt, or requests with a common long prefix, compute it once.
         """
         size = self._kv_cache.tokens_per_block
-        end = (match.full.depth + 1) * size
+        start = match.full.depth * size
+        end = start + (self._kv_cache.context_group if start < head.context_end else size)
         if self.is_static or not self._kv_cache.enable_block_reuse or end >= len(head.tokens):
             return False
         if self._kv_cache.outgrows_window(head):
@@ -74,6 +76,7 @@ class Capacity:
         block, prefix = head.tokens[end - size : end], head.tokens[:end]
         return any(
             sequence.kv_len < end
+            and min(sequence.context_end, end) == min(head.context_end, end)
             and sequence.tokens[end - size : end] == block
             and sequence.tokens[:end] == prefix
             for sequence in active

@@ -2,7 +2,7 @@
 
 `LatencyTuner` keeps steps within a time; `KneeTuner` finds how short steps can be without losing
 throughput. Both observe every step with context work and return the token budget of the next steps,
-a whole number of blocks.
+a whole number of units: the smallest chunks, which are blocks or groups of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class ChunkTuner(Protocol):
 
 
 def make_tuner(
-    max_step_ms: float | Literal["auto"], tokens_per_block: int, max_num_tokens: int
+    max_step_ms: float | Literal["auto"], unit: int, max_num_tokens: int
 ) -> AwaitedSteps:
     """The controller for a time limit in milliseconds, or for the best throughput ("auto"). Raises
     BadConfig."""
     if max_step_ms == "auto":
-        return AwaitedSteps(KneeTuner(tokens_per_block, max_num_tokens))
-    return AwaitedSteps(LatencyTuner(max_step_ms / 1000, tokens_per_block, max_num_tokens))
+        return AwaitedSteps(KneeTuner(unit, max_num_tokens))
+    return AwaitedSteps(LatencyTuner(max_step_ms / 1000, unit, max_num_tokens))
 
 
 class AwaitedSteps:
@@ -142,21 +142,21 @@ class StepTimeModel:
 class LatencyTuner:
     """The largest budget for which steps, except a few outliers, stay within a time.
 
-    Starts with one block and at most doubles the largest budget seen, so that trying never causes a
+    Starts with one unit and at most doubles the largest budget seen, so that trying never causes a
     long step.
     """
 
     MARGIN = 2.0  # distance to the target, in spreads of the step time
 
-    def __init__(self, max_step_s: float, tokens_per_block: int, max_num_tokens: int) -> None:
+    def __init__(self, max_step_s: float, unit: int, max_num_tokens: int) -> None:
         if not max_step_s > 0:
             raise BadConfig(
                 f"max_step_ms is {max_step_s * 1000:g}; it must be greater than 0",
                 fix="leave --max-step-ms out for the largest chunks",
             )
-        self.budget = tokens_per_block
+        self.budget = unit
         self._max_step_s = max_step_s
-        self._tokens_per_block = tokens_per_block
+        self._unit = unit
         self._max_num_tokens = max_num_tokens
         self._model = StepTimeModel()
         self._reach = 0.0  # tokens of the largest recent step
@@ -167,14 +167,14 @@ class LatencyTuner:
         model.observe(num_tokens, step_s)
         self._reach = max(num_tokens, 0.99 * self._reach)
         allowed_s = self._max_step_s / (1 + self.MARGIN * model.spread) - model.fixed_s
-        block = self._tokens_per_block
+        unit = self._unit
         wanted = min(2 * self._reach, self._max_num_tokens)
         if model.token_s * wanted > allowed_s:
             fits = allowed_s / model.token_s if model.token_s else 0.0
             if not model.knows_slope and step_s < self._max_step_s:
-                fits = max(fits, num_tokens + block)  # the only way to learn it
+                fits = max(fits, num_tokens + unit)  # the only way to learn it
             wanted = min(wanted, fits)
-        self.budget = max(block, _floor(int(wanted + 1e-6), block))
+        self.budget = max(unit, _floor(int(wanted + 1e-6), unit))
         return self.budget
 
 
@@ -191,12 +191,12 @@ class KneeTuner:
     GIVE_UP = 0.88  # fraction of the best tokens/s: below it, smaller sizes are not tried
     REVISIT = 256
 
-    def __init__(self, tokens_per_block: int, max_num_tokens: int) -> None:
+    def __init__(self, unit: int, max_num_tokens: int) -> None:
         sizes = [max_num_tokens]
-        while (half := _floor(sizes[-1] // 2, tokens_per_block)) >= tokens_per_block:
+        while (half := _floor(sizes[-1] // 2, unit)) >= unit:
             sizes.append(half)
         self._sizes = sizes
-        self._tokens_per_block = tokens_per_block
+        self._unit = unit
         self._speeds: dict[int, float] = {}  # tokens/s by size
         self._to_measure = [0]  # indexes into the sizes, next first
         self._seen: list[float] = []
@@ -206,7 +206,7 @@ class KneeTuner:
 
     def observe(self, num_tokens: int, step_s: float) -> int:
         """Learn from a step, if it was full; the new budget."""
-        if self.budget - self._tokens_per_block < num_tokens <= self.budget:
+        if self.budget - self._unit < num_tokens <= self.budget:
             if self._to_measure:
                 self._measure(num_tokens / max(step_s, 1e-9))
             else:
@@ -247,5 +247,5 @@ class KneeTuner:
         self.budget = self._sizes[self._to_measure[0]]
 
 
-def _floor(num_tokens: int, tokens_per_block: int) -> int:
-    return num_tokens // tokens_per_block * tokens_per_block
+def _floor(num_tokens: int, unit: int) -> int:
+    return num_tokens // unit * unit

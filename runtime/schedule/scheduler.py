@@ -15,17 +15,19 @@ from llmctl.runtime.schedule.admission import (
     CapacitySchedulerPolicy,
     Limits,
     SchedulerConfig,
-    refuse_chunks_below_a_block,
+    refuse_small_steps,
     refuse_token_budget,
     refuse_unservable,
 )
 from llmctl.runtime.schedule.capacity import Capacity
 from llmctl.runtime.schedule.chunked_prefill import (
     ContextChunkingPolicy,
+    Cuts,
     equal_progress_chunks,
     fair_shares,
     first_come_chunks,
     least_chunk,
+    unread,
 )
 from llmctl.runtime.schedule.waiting_queue import WaitingQueue
 
@@ -45,13 +47,14 @@ class Scheduler:
         limits: Limits,
         draft_lengths: DraftLengths | None = None,
     ) -> None:
-        refuse_chunks_below_a_block(config, limits, kv_cache.tokens_per_block)
+        cuts = Cuts(kv_cache.tokens_per_block, kv_cache.context_group)
+        refuse_small_steps(config, limits, cuts)
         self.config = config
         self.limits = limits
         self.draft_lengths = draft_lengths or FixedLengths(limits.max_draft_len)
         self.num_paused = 0  # times a sequence was paused, ever
         self._kv_cache = kv_cache
-        self._chunk_unit = kv_cache.tokens_per_block if config.enable_chunked_context else None
+        self._cuts = cuts if config.enable_chunked_context else None
         self._token_budget = limits.max_num_tokens
         self._capacity = Capacity(config, kv_cache, limits)
         self._active: dict[int, Sequence] = {}  # in the order of their start
@@ -100,9 +103,10 @@ class Scheduler:
     def set_token_budget(self, num_tokens: int) -> None:
         """Limit steps with context work to num_tokens tokens from now on.
 
-        Generation and its drafts are never reduced for this; context work gets at least one block.
+        Generation and its drafts are never reduced for this; context work gets at least the
+        smallest chunk.
         """
-        refuse_token_budget(num_tokens, self.limits, self._chunk_unit)
+        refuse_token_budget(num_tokens, self.limits, self._cuts)
         self._token_budget = num_tokens
 
     def add(self, sequence: Sequence) -> None:
@@ -179,7 +183,7 @@ class Scheduler:
         demand = sum(self._demand(sequence) for sequence in context)
         while self._waiting and len(self._active) < self.limits.max_batch_size:
             head = self._waiting.head()
-            least = least_chunk(0, len(head.tokens), self._chunk_unit)
+            least = least_chunk(unread(head, 0), self._cuts)
             if demand + least > budget and not capacity.is_static:
                 break
             if not capacity.try_start(head, self._active.values()):
@@ -203,8 +207,7 @@ class Scheduler:
         for sequence in list(ranked):
             if sequence.sequence_id not in self._active:
                 break  # just paused, like all with a weaker claim
-            start = sequence.kv_lens[0]
-            end = start + least_chunk(start, len(sequence.tokens), self._chunk_unit)
+            end = sequence.kv_len + least_chunk(unread(sequence), self._cuts)
             while not self._kv_cache.reserve(sequence, end):
                 weakest = ranked.pop()
                 self._pause(weakest)
@@ -223,7 +226,7 @@ class Scheduler:
         """Context tokens after generation roots and drafts; drafts are reduced if context would
         starve."""
         first = context[0] if context else self._waiting.head()
-        least = least_chunk(first.kv_len, len(first.tokens), self._chunk_unit)
+        least = least_chunk(unread(first), self._cuts)
         num_drafts = sum(self._wanted_draft_len(sequence) for sequence in generation)
         free = self.limits.max_num_tokens - len(generation)
         budget = free - num_drafts
@@ -235,41 +238,40 @@ class Scheduler:
     def _must_run_alone(self, context: list[Sequence], generation: list[Sequence]) -> bool:
         """Whether the next prompt, which may not be cut, fits a step only without generation, which
         waits no two steps in a row."""
-        if self._chunk_unit is not None or self._generation_waited:
+        if self._cuts is not None or self._generation_waited:
             return False
         first = context[0] if context else self._waiting.head()
-        return len(first.tokens) - first.kv_len > self.limits.max_num_tokens - len(generation)
+        free = self.limits.max_num_tokens - len(generation)  # none: no place to generate, either
+        return 0 < free < len(first.tokens) - first.kv_len
 
     def _demand(self, sequence: Sequence) -> int:
         """Context tokens that a started sequence gets before the next one gets any."""
-        start, end = sequence.kv_lens[0], len(sequence.tokens)
-        if self._takes_turns:
-            return least_chunk(start, end, self._chunk_unit)
-        return end - start
+        span = unread(sequence)
+        return least_chunk(span, self._cuts) if self._takes_turns else span.end - span.start
 
     @property
     def _takes_turns(self) -> bool:
         policy = self.config.context_chunking_policy
-        return policy is ContextChunkingPolicy.EQUAL_PROGRESS and self._chunk_unit is not None
+        return policy is ContextChunkingPolicy.EQUAL_PROGRESS and self._cuts is not None
 
     def _chunk(self, context: list[Sequence], budget: int) -> list[Slice]:
-        spans = [(sequence.kv_len, len(sequence.tokens)) for sequence in context]
-        unit = self._chunk_unit
-        if self._takes_turns and unit is not None:
-            sizes = equal_progress_chunks(spans, budget, unit)
+        spans, cuts = list(map(unread, context)), self._cuts
+        if self._takes_turns and cuts is not None:
+            sizes = equal_progress_chunks(spans, budget, cuts)
         else:
-            sizes = first_come_chunks(spans, budget, unit)
+            sizes = first_come_chunks(spans, budget, cuts)
         chunks = []
-        for sequence, (start, _), size in zip(context, spans, sizes, strict=True):
+        for sequence, span, size in zip(context, spans, sizes, strict=True):
             num_tokens = size
-            if not self._kv_cache.reserve(sequence, start + size):
-                assert self._capacity.may_pause and unit is not None, (
+            if not self._kv_cache.reserve(sequence, span.start + size):
+                assert self._capacity.may_pause and cuts is not None, (
                     "a sequence outgrew its reservation"
                 )
-                num_tokens = self._kv_cache.max_reservable_tokens(sequence) - start
-                self._kv_cache.reserve(sequence, start + num_tokens)
+                room = self._kv_cache.max_reservable_tokens(sequence)
+                num_tokens = cuts.last(span, room) - span.start
+                self._kv_cache.reserve(sequence, span.start + num_tokens)
             if num_tokens:
-                chunks.append(Slice(sequence, start, num_tokens))
+                chunks.append(Slice(sequence, span.start, num_tokens))
         return chunks
 
     def _wanted_draft_len(self, sequence: Sequence) -> int:

@@ -66,7 +66,7 @@ class Bench:
         positions = torch.arange(MAX_TOKENS, dtype=torch.int32, device="cuda")
         step = DeviceStep(
             ints(MAX_TOKENS), positions, ints(17), ints(16), ints(16, 128), positions.clone(),
-            ints(MAX_TOKENS), ints(16), ints(16), ints(1, 1),
+            ints(MAX_TOKENS), ints(16), ints(16), ints(1, 1), ints(16),
         )  # fmt: skip
         self.env = LaunchEnv(step, torch.empty(0), LIMITS, "tokens", self.scratch)
 

@@ -144,6 +144,7 @@ def test_round_kernels_equal_the_reference(batch: int, draft_len: int):
         tree_start=integers(0, 9, batch),
         tree_root=integers(0, 9, batch),
         paths=integers(0, 9, tokens, draft_len + 1),
+        context_end=integers(0, 9, batch),
     )
     for which, extra in (("draft_first", ()), ("draft_next", (1,)), ("verify", (draft_len,))):
         found, wanted = moved(step, "cuda"), moved(step, "cpu")

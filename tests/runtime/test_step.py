@@ -28,6 +28,15 @@ def test_context_rows_come_first_and_drafts_follow_their_root():
     assert [span.num_rows for span in (chunk, prompt_end, verify)] == [0, 1, 3]
 
 
+def test_tokens_with_fp8_products_are_those_before_the_end_of_their_request():
+    tokens = list(range(9))
+    first = Span(sequence(tokens, [7, 2, 1]), 0, 8, needs_logits=False, context_end=4)
+    rest = Span(sequence(tokens, [5, 6, 3]), 4, 9, context_end=4)
+    assert pack([rest, rest], 3).context_end is None, "no token of the step has them"
+    step = pack([first, rest], 3)
+    assert step.context_end.tolist() == [4, 0] and step.context_end.dtype == np.int32
+
+
 def test_a_step_of_one_sequence_equals_its_part_of_a_larger_step():
     span = Span(sequence([1, 2, 3, 4, 5], [6, 0, 3, 1]), 4, 5, drafts=[8, 9])
     alone, twice = pack([span], 2), pack([span, span], 2)
@@ -46,7 +55,7 @@ def test_a_step_of_single_tokens_equals_the_packed_one():
     )
     for name in wanted.__slots__:
         left, right = getattr(wanted, name), getattr(found, name)
-        if name in ("trees", "best_only"):
+        if name in ("trees", "best_only", "context_end"):
             assert not left and left is right
             continue
         assert left.dtype == right.dtype == np.int32

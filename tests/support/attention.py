@@ -151,8 +151,8 @@ class World:
 
         def array(name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
             values = torch.from_numpy(numbers)
-            if name in ("cu_q", "kv_len", "tree_start", "tree_root") and padding:
-                last = torch.zeros(1, dtype=torch.int32) if name == "kv_len" else values[-1:]
+            if name in ("cu_q", "kv_len", "tree_start", "tree_root", "context_end") and padding:
+                last = values[-1:] * (name not in ("kv_len", "context_end"))
                 values = torch.cat((values, last.expand(padding)))
             if name == "block_tables" and padding:
                 values = torch.cat((values, values[:1].expand(padding, -1)))

@@ -9,11 +9,12 @@ RUNNING = FinishReason.NOT_FINISHED
 VOCABULARY = 2  # so that prompts and outputs of different sequences often coincide
 
 
-def prefix_hashes(tokens):
-    """For each position, a value that depends on all tokens up to it."""
+def prefix_hashes(tokens, context_end=0):
+    """For each position, a value that depends on all tokens up to it, and on which of them were
+    computed with FP8 products."""
     hashes, state = [], 0
-    for token in tokens:
-        state = hash((state, token))
+    for position, token in enumerate(tokens):
+        state = hash((state, token, position < context_end))
         hashes.append(state)
     return hashes
 
@@ -54,13 +55,14 @@ class Contents:
             self.slots.update({(block, offset): value for offset, value in enumerate(content)})
 
     def write(self, sequence, tokens, start, end):
-        hashes = prefix_hashes(tokens)
+        hashes = prefix_hashes(tokens, sequence.context_end)
         for position in range(start, end):
             block = sequence.block_table[position // self.size]
             self.slots[block, position % self.size] = hashes[position]
 
     def check(self, sequence, end, is_seen=lambda position: True):
-        for position, expected in enumerate(prefix_hashes(sequence.tokens[:end])):
+        hashes = prefix_hashes(sequence.tokens[:end], sequence.context_end)
+        for position, expected in enumerate(hashes):
             if not is_seen(position):
                 continue
             block = sequence.block_table[position // self.size]
@@ -69,12 +71,15 @@ class Contents:
 
     def check_tree(self, tree, copies, counts=lambda node: True):
         unfinished = {block for _, block, _ in self.under_way} | {c.dst_block for c in copies}
-        tokens = {tree.root: ()}
+        tokens, ends = {tree.root: ()}, {tree.root: 0}
         for node in tree.nodes():
-            tokens[node] = tokens[node.parent] + node.key
+            tokens[node] = tokens[node.parent] + node.key.tokens
+            ends[node] = ends[node.parent] + self.size * node.key.is_fp8
+            assert ends[node] in (ends[node.parent], len(tokens[node])), "16 bits, then FP8"
             if not counts(node) or (node.is_on_device and node.block_id in unfinished):
                 continue
             place = node.block_id if node.is_on_device else node.host_slot
             held = self.slots if node.is_on_device else self.host
             found = [held.get((place, offset)) for offset in range(self.size)]
-            assert found == prefix_hashes(tokens[node])[-self.size :], "a block with a wrong token"
+            wanted = prefix_hashes(tokens[node], ends[node])[-self.size :]
+            assert found == wanted, "a block with a wrong token"

@@ -6,12 +6,14 @@ from functools import cache, lru_cache
 
 import numpy as np
 
+from llmctl.plugins.ops.paged_attention.fp8_context import context_end
 from llmctl.plugins.ops.sampling.reference import sample_rows
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.kv_cache import CopyKind
 from llmctl.runtime.request import FinishReason, Request
 
 MASK = 2**64 - 1
+FP8 = 1 << 32  # what a token that was computed with FP8 products has in the cache beside its id
 COEFFICIENTS = np.random.default_rng(0).integers(1, 2**63, 4096, dtype=np.uint64) | np.uint64(1)
 
 
@@ -98,6 +100,7 @@ class FakeEngine:
         whole_context: float = 3.0,
         steps_to_land: int | None = None,
         is_asynchronous: bool = False,
+        context_group: int = 0,
     ) -> None:
         self.is_asynchronous = is_asynchronous
         self.common_vocab = vocab_size
@@ -108,12 +111,14 @@ class FakeEngine:
         self.max_draft_len = max_draft_len
         self.takes_trees = True
         self.shares_logits = False
+        self.context_group = context_group
         self.tokens_per_block = tokens_per_block
         self.agreement = agreement
         self.whole_context = whole_context
         self.num_runs = 0
         self.num_tokens: list[int] = []
         self.num_copies = 0
+        self.num_fp8 = 0  # tokens that were computed with FP8 products
         self.fail_at: int | None = None
         self.fail_copies = False
         self.steps_to_land = steps_to_land  # of what comes from host memory; None: it is there
@@ -170,7 +175,7 @@ class FakeEngine:
             raise RuntimeError("the engine broke")
         self._check(step)
         stored = step.slot_mapping >= 0
-        self.cache[step.slot_mapping[stored]] = step.token_ids[stored]
+        self.cache[step.slot_mapping[stored]] = (step.token_ids + self._products(step))[stored]
         rows = np.empty((len(step.logit_rows), self.vocab_size), np.float32)
         for index, row in enumerate(step.logit_rows):
             request = int(np.searchsorted(step.cu_q, row, side="right")) - 1
@@ -183,6 +188,18 @@ class FakeEngine:
                 places[root:] = root + path[: length - root]
             rows[index] = self.logits(self.read(step.block_tables[request], places))
         return rows
+
+    def _products(self, step) -> np.ndarray:
+        """Of each token of a step, FP8 or 0; a kernel for prompts has groups of them or none."""
+        if step.context_end is None:
+            return np.zeros(len(step.token_ids), np.int64)
+        counts = np.diff(step.cu_q)
+        found = step.position_ids < np.repeat(step.context_end, counts)
+        for first, last in zip(step.cu_q, step.cu_q[1:], strict=False):
+            if found[first:last].any():
+                assert self.context_group and last - first >= self.context_group
+                self.num_fp8 += int(found[first:last].sum())
+        return found * np.int64(FP8)
 
     def compact(self, moves) -> None:
         for own in moves:
@@ -205,7 +222,7 @@ class FakeEngine:
         """What every backend relies on."""
         for name in step.__slots__:
             array = getattr(step, name)
-            if name in ("trees", "best_only"):
+            if name in ("trees", "best_only") or array is None:
                 continue
             assert array.dtype == np.int32 and array.flags.c_contiguous, name
         counts = np.diff(step.cu_q)
@@ -240,6 +257,13 @@ class FakeEngine:
             assert slots[found >= 0].tolist() == found[found >= 0].tolist()
 
 
+def as_computed(tokens, end: int) -> np.ndarray:
+    """Tokens as the cache has them, those before `end` computed with FP8 products."""
+    marked = np.array(tokens, np.int64)
+    marked[:end] += FP8
+    return marked
+
+
 def plain_answer(engine: FakeEngine, request: Request, index: int = 0):
     """(new tokens, finish reason) of one token after another, with no cache and no runtime."""
     params = request.sampling_config
@@ -261,7 +285,8 @@ def plain_answer(engine: FakeEngine, request: Request, index: int = 0):
             banned.append(request.end_id)
         counts = np.bincount(tokens, minlength=engine.vocab_size).astype(np.int32)
         row = SamplingRow(params, params.seed + index, len(tokens), counts, tuple(banned))
-        new.append(int(sample_rows(engine.logits(np.array(tokens))[None], [row])[0]))
+        context = as_computed(tokens, context_end(len(prompt), engine.context_group))
+        new.append(int(sample_rows(engine.logits(context)[None], [row])[0]))
         if new[-1] == request.end_id:
             return new, FinishReason.END_ID
         if len(new) >= params.min_tokens and any(

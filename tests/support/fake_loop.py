@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmctl.plugins.ops.paged_attention.fp8_context import context_end
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.plugins.ops.sampling.spec import SamplingBackend
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP, cache_groups
@@ -16,7 +17,7 @@ from llmctl.runtime.loop import Loop
 from llmctl.runtime.request import FinishReason, Request, Sequence
 from llmctl.runtime.rounds.rounds import Rounds
 from llmctl.runtime.schedule.scheduler import Limits, Scheduler, SchedulerConfig
-from support.fake_engine import FakeEngine, plain_answer
+from support.fake_engine import FP8, FakeEngine, as_computed, plain_answer
 from support.fake_rounds import FakeRunner
 
 
@@ -65,6 +66,7 @@ class Harness:
             window=window,
             max_step_tokens=max(target.max_num_tokens, 2 * self.drafter.max_draft_len + 3),
             onboards_aside=target.onboards_aside,
+            context_group=target.context_group,
         )
         self.limits = Limits(
             target.max_batch_size,
@@ -101,6 +103,7 @@ class Harness:
             tokens=prompt,
             num_prompt_tokens=len(prompt),
             max_len=min(len(prompt) + request.max_tokens, self.target.max_seq_len),
+            context_end=context_end(len(prompt), self.target.context_group),
         )
         self.scheduler.add(sequence)
         return sequence
@@ -163,5 +166,9 @@ class Harness:
         blocks = np.repeat(sequence.block_table, engine.tokens_per_block)[:length]
         is_there = np.isin(blocks, list(pending), invert=True)
         found = engine.read(sequence.block_table, length, is_there)
-        committed = np.array(sequence.tokens[:length], np.int64)
-        assert (found == np.minimum(committed, engine.vocab_size - 1))[is_there].all()
+        known = np.minimum(sequence.tokens[:length], engine.vocab_size - 1)
+        if engine is self.target:
+            wanted = as_computed(known, sequence.context_end)
+        else:  # whose drafts' bits follow from how it was fed
+            wanted, found = known, found % FP8
+        assert (found == wanted)[is_there].all()

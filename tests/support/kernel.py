@@ -25,6 +25,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepLimits,
     StepShape,
 )
+from llmctl.plugins.backends.cuda.step_buffer import context_ends
 from llmctl.plugins.core.cache_home import cache_home
 from llmctl.plugins.core.calls import StepInputs, Trees, tree_lens
 from llmctl.plugins.core.examples import Example
@@ -48,6 +49,7 @@ def step_arrays(step: StepInputs) -> dict[str, NDArray[np.int32]]:
         "tree_start": trees.start.copy(),
         "tree_root": step.kv_len - tree_lens(step, trees),
         "paths": trees.paths.copy(),
+        "context_end": context_ends(step),
     }
     names = [name for name in DeviceStep.__dataclass_fields__ if name not in paths]
     return {name: getattr(step, name).copy() for name in names} | paths

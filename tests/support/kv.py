@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmctl.plugins.ops.paged_attention.fp8_context import context_end
 from llmctl.runtime.api.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
 from llmctl.runtime.request import Request, Sequence
 
@@ -19,7 +20,7 @@ class Clock:
         return self.now
 
 
-def make_sequence(sequence_id, tokens, retention=None, max_tokens=8):
+def make_sequence(sequence_id, tokens, retention=None, max_tokens=8, group=0):
     return Sequence(
         sequence_id=sequence_id,
         request_id=sequence_id,
@@ -28,12 +29,13 @@ def make_sequence(sequence_id, tokens, retention=None, max_tokens=8):
         tokens=list(tokens),
         num_prompt_tokens=len(tokens),
         max_len=len(tokens) + max_tokens,
+        context_end=context_end(len(tokens), group),
     )
 
 
 def start(cache, sequence_id, tokens, retention=None):
     """Attach, compute all tokens and commit one more, publish: a sequence after its prompt."""
-    sequence = make_sequence(sequence_id, tokens, retention)
+    sequence = make_sequence(sequence_id, tokens, retention, group=cache.context_group)
     cache.match_and_attach(sequence)
     assert cache.reserve(sequence, len(tokens))
     advance(cache, sequence, 1000)
@@ -57,7 +59,7 @@ def run_and_release(cache, sequence_id, tokens, retention=None):
 
 
 def attached(cache, sequence_id, tokens):
-    sequence = make_sequence(sequence_id, tokens)
+    sequence = make_sequence(sequence_id, tokens, group=cache.context_group)
     cache.match_and_attach(sequence)
     return sequence
 

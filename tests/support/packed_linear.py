@@ -71,7 +71,7 @@ def make_call(op: str, dtype: torch.dtype, rows: int = 768, inner: int = 2048, o
 
 def make_env(kv_dtype: torch.dtype = FP8) -> LaunchEnv:
     ints = torch.empty(256, dtype=torch.int32, device="meta")
-    step = DeviceStep(*[ints] * 10)
+    step = DeviceStep(*[ints] * 11)
     cache = torch.empty(1, 4, 2, 2, 32, 64, dtype=kv_dtype, device="meta")
 
     def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -46,9 +46,10 @@ def make_sequence(num_prompt_tokens, max_tokens=8, first_token=None):
 
 
 def make_scheduler(
-    num_blocks=64, batch=8, tokens=64, draft_len=0, seq_len=200, has_draft=False, **config
+    num_blocks=64, batch=8, tokens=64, draft_len=0, seq_len=200, has_draft=False, group=0, **config
 ):
-    cache = KvCacheManager(num_blocks, BLOCK, groups=("target", "draft")[: 1 + has_draft])
+    groups = ("target", "draft")[: 1 + has_draft]
+    cache = KvCacheManager(num_blocks, BLOCK, groups=groups, context_group=group)
     limits = Limits(batch, tokens, seq_len, draft_len)
     return Scheduler(SchedulerConfig(**config), cache, limits), cache
 

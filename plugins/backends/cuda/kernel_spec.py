@@ -113,6 +113,7 @@ class DeviceStep:
     tree_start: torch.Tensor  # [max_batch_size]; of a step with trees (`Trees`), as what follows
     tree_root: torch.Tensor  # [max_batch_size]: the position of the root, where there is a tree
     paths: torch.Tensor  # [max_num_rows, max_draft_len + 1]
+    context_end: torch.Tensor  # [max_batch_size]
 
 
 def step_shapes(limits: StepLimits) -> dict[str, tuple[int, ...]]:
@@ -129,6 +130,7 @@ def step_shapes(limits: StepLimits) -> dict[str, tuple[int, ...]]:
         "tree_start": (batch,),
         "tree_root": (batch,),
         "paths": (rows, limits.max_draft_len + 1),
+        "context_end": (batch,),
     }
 
 

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, StepLimits, step_shapes
 from llmctl.plugins.core.calls import StepInputs, Trees, tree_lens
+from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
 
 _RING = 4  # pinned copies of the step: uploads that may be in flight
 _LISTS = ("token_ids", "position_ids", "slot_mapping", "cu_q", "kv_len", "logit_rows")
-_ORDER = (*_LISTS, "block_tables", "tree_start", "tree_root", "paths")
+_ORDER = (*_LISTS, "context_end", "block_tables", "tree_start", "tree_root", "paths")
 _ALIGNMENT = 64  # elements of int32, so every array starts at 256 bytes
 
 
@@ -69,6 +70,11 @@ class StepBuffer:
         arrays = self._slots[slot]
         for name in _LISTS:
             _fill(arrays[name], getattr(step, name), name)
+        ends = context_ends(step)
+        counts = step.cu_q[1:] - step.cu_q[:-1]
+        is_cut = (step.kv_len - counts < ends) & (counts < GROUP)
+        assert not is_cut.any(), "tokens with FP8 products in less than a group"
+        _fill(arrays["context_end"], ends, "context_end")
         rows, width = step.block_tables.shape
         table = arrays["block_tables"]
         assert rows <= table.shape[0], f"{rows} requests; the engine takes {table.shape[0]}"
@@ -101,6 +107,13 @@ class StepBuffer:
         self._driver.copy_to_device(
             target + 4 * start, source + 4 * start, 4 * (end - start), stream
         )
+
+
+def context_ends(step: StepInputs) -> NDArray[np.int32]:
+    """`StepInputs.context_end`, zeros for None."""
+    if step.context_end is None:
+        return np.zeros(step.num_requests, np.int32)
+    return step.context_end
 
 
 def _fill(target: NDArray[np.int32], source: NDArray[np.int32], name: str) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from llmctl.errors import BadConfig, PairMismatch
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
-from llmctl.runtime.drafting.draft_engine.feeding import cut
+from llmctl.runtime.drafting.draft_engine.feeding import cut, unread
 from llmctl.runtime.drafting.draft_engine.levels import EngineLevels
 from llmctl.runtime.drafting.draft_engine.method import ROLE
 from llmctl.runtime.drafting.drafter import WithoutWindow
@@ -80,9 +80,7 @@ class DraftEngineDrafter(WithoutWindow):
         spans = []
         for item in batch.context:
             end = min(item.start + item.num_tokens, limit)
-            spans.append(
-                Span(item.sequence, item.sequence.kv_lens[DRAFT_GROUP], end, needs_logits=False)
-            )
+            spans.append(unread(self._draft, item.sequence, end))
         growths: dict[int, Growth] = {}
         for item in batch.generation:
             sequence, committed = item.sequence, len(item.sequence.tokens)
@@ -90,7 +88,7 @@ class DraftEngineDrafter(WithoutWindow):
             wanted = min(item.draft_len, self.max_draft_len, limit - committed + 1)
             if wanted > 0:
                 growths[sequence.sequence_id] = self._grower.start(sequence, 0, wanted)
-                spans.append(Span(sequence, sequence.kv_lens[DRAFT_GROUP], committed))
+                spans.append(unread(self._draft, sequence, committed, needs_logits=True))
         self._feed(spans, growths)
         self._grower.grow(list(growths.values()))
         for sequence_id, own in growths.items():
@@ -128,7 +126,7 @@ class DraftEngineDrafter(WithoutWindow):
 
     def _feed(self, spans: list[Span], growths: Mapping[int, Growth]) -> None:
         """Bring the draft's cache up to date; sequences in a round get their first drafts."""
-        for call in cut(spans, self._draft.max_num_tokens, self._draft.max_batch_size):
+        for call in cut(spans, self._draft):
             self._levels.run(pack(call, self._draft.tokens_per_block))
             for span in call:
                 span.sequence.kv_lens[DRAFT_GROUP] = span.end

@@ -8,12 +8,12 @@ import numpy as np
 
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
-from llmctl.runtime.drafting.draft_engine.feeding import cut
+from llmctl.runtime.drafting.draft_engine.feeding import cut, unread
 from llmctl.runtime.engines.cuda_engine import LEAST_FED, CudaEngine
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.device_steps import DeviceSteps
 from llmctl.runtime.rounds.verification import MOST_FED
-from llmctl.runtime.step import Span, pack
+from llmctl.runtime.step import pack
 
 
 class FedDraftEngine:
@@ -51,11 +51,11 @@ class FedDraftEngine:
         draft = self._draft
         ends = [len(sequence.tokens) - MOST_FED for sequence in sequences]
         spans = [
-            Span(sequence, sequence.kv_lens[DRAFT_GROUP], end, needs_logits=False)
+            unread(draft, sequence, end)
             for sequence, end in zip(sequences, ends, strict=True)
             if sequence.kv_lens[DRAFT_GROUP] < end
         ]
-        for call in cut(spans, draft.max_num_tokens, draft.max_batch_size):
+        for call in cut(spans, draft):
             step = pack(call, draft.tokens_per_block)
             np.minimum(step.token_ids, draft.vocab_size - 1, out=step.token_ids)  # as in drafting
             draft.feed(step)

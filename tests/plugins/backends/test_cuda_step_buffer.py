@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -66,6 +68,21 @@ def test_an_upload_is_one_copy_that_ends_behind_the_tables_in_use():
     assert stream == STREAM and target == program.step.token_ids.data_ptr()
     end = program.step.block_tables.data_ptr() + 2 * program.step.block_tables.shape[1] * 4
     assert target + num_bytes == end
+
+
+def test_ends_of_tokens_with_fp8_products_are_there_or_zero():
+    limits = replace(LIMITS, max_num_tokens=600, max_seq_len=800)
+    program, _ = make_program(limits=limits)
+    step, _ = make_step([(256, 256), (1, 40)])
+    step.context_end = np.array([512, 0], np.int32)
+    program.upload(step, STREAM)
+    assert program.step.context_end.tolist()[:2] == [512, 0]
+    program.upload(replace(step, context_end=None), STREAM)
+    assert program.step.context_end.tolist()[:2] == [0, 0]
+    shorter, _ = make_step([(255, 256), (1, 40)])
+    shorter.context_end = step.context_end
+    with pytest.raises(AssertionError, match="less than a group"):  # no kernel would compute them
+        program.upload(shorter, STREAM)
 
 
 def test_arrays_have_their_maximum_sizes_and_aligned_addresses():

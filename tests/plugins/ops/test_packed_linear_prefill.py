@@ -151,7 +151,7 @@ def test_sums_are_stored_while_products_run():
 
 def test_a_step_of_more_tokens_than_the_small_kernels_take_is_one_launch_of_this_kernel():
     call = CALLS["fp8"]
-    step = DeviceStep(*(meta(MAX_TOKENS, dtype=torch.int32) for _ in range(10)))
+    step = DeviceStep(*(meta(MAX_TOKENS, dtype=torch.int32) for _ in range(11)))
     env = LaunchEnv(step, meta(1), limits(), "tokens", lambda *_: meta(1))
     names = {spec.name for spec in kernels(call, limits())}
     for tokens in (129, 300, 2048):
@@ -164,7 +164,7 @@ def test_a_step_of_more_tokens_than_the_small_kernels_take_is_one_launch_of_this
 @pytest.mark.parametrize("tokens", [65, 128, 1000, 2048])
 def test_a_grid_fills_the_device_at_most_once(name, tokens):
     call = CALLS[name]
-    step = DeviceStep(*(meta(MAX_TOKENS, dtype=torch.int32) for _ in range(10)))
+    step = DeviceStep(*(meta(MAX_TOKENS, dtype=torch.int32) for _ in range(11)))
     env = LaunchEnv(step, meta(1, 1), limits(), "tokens", lambda *_: meta(1))
     for variant in variants_of(call):
         launch = prefill_launch(call, env, tokens, variant)

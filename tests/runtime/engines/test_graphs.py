@@ -103,13 +103,21 @@ def test_a_padded_step_keeps_the_step_and_adds_nothing_that_a_kernel_may_see(
     assert bucket.max_kv_len >= found.max_kv_len and bucket.max_query_len >= found.max_query_len
     for name in StepInputs.__slots__:
         before, after = getattr(step, name), getattr(padded, name)
-        if name in ("trees", "best_only"):
+        if name in ("trees", "best_only", "context_end"):
             assert not before and before is after
             continue
         assert after.dtype == np.int32 and (after[: len(before)] == before).all()
     assert (padded.slot_mapping[tokens:] == -1).all() and not padded.position_ids[tokens:].any()
     assert (padded.cu_q[count:] == tokens).all() and not padded.kv_len[count:].any()
     assert not padded.logit_rows[step.num_rows :].any()
+
+
+def test_requests_of_padding_have_no_tokens_with_fp8_products() -> None:
+    step = make_step([300, 1], [256, 8], all_rows=False)
+    step.context_end = np.array([512, 0], np.int32)
+    shape = replace(Buckets(TARGET).round_up(shape_of(step)), num_requests=4)
+    found = pad(step, shape).context_end
+    assert found is not None and found.tolist() == [512, 0, 0, 0] and found.dtype == np.int32
 
 
 def test_a_step_of_best_ids_has_graphs_of_its_own() -> None:

@@ -194,7 +194,7 @@ class GroupsMachine(RuleBasedStateMachine):
         tree = self.cache._store.tree
         prefixes = {tree.root: ()}
         for node in tree.nodes():
-            prefix = prefixes[node] = prefixes[node.parent] + node.key
+            prefix = prefixes[node] = prefixes[node.parent] + node.key.tokens
             place = node.block_id if node.is_on_device else node.host_slot
             held = self.device if node.is_on_device else self.host
             for group, contents in enumerate(held):

@@ -71,7 +71,7 @@ def audit_tree(harness):
         engines += [harness.draft] if harness.draft is not None and node.groups == 3 else []
         for engine in engines:
             start = node.block_id * engine.tokens_per_block
-            assert tuple(engine.cache[start : start + engine.tokens_per_block]) == node.key
+            assert tuple(engine.cache[start : start + engine.tokens_per_block]) == node.key.tokens
 
 
 @pytest.mark.parametrize(

@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from itertools import count
 
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.cache_contents import RUNNING, VOCABULARY, Contents, drafted
+from support.traffic import setups
 
+from llmctl.plugins.ops.paged_attention.fp8_context import context_end
 from llmctl.runtime.api.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
-from llmctl.runtime.kv_cache import AttentionWindow, CopyKind, KvCacheManager, most_step_tokens
+from llmctl.runtime.kv_cache import CopyKind
 from llmctl.runtime.request import FinishReason, Request, Sequence
-from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
-from llmctl.runtime.schedule.scheduler import (
-    CapacitySchedulerPolicy,
-    Limits,
-    Scheduler,
-    SchedulerConfig,
-)
+from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, Scheduler
 
 
 class Traffic:
@@ -68,6 +62,7 @@ class Traffic:
             tokens=tokens,
             num_prompt_tokens=num_prompt_tokens,
             max_len=num_prompt_tokens + max_tokens,
+            context_end=context_end(num_prompt_tokens, self.cache.context_group),
         )
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
@@ -198,7 +193,7 @@ class Traffic:
         assert sum(part.num_tokens + part.draft_len for part in parts) <= limits.max_num_tokens
         num_context_tokens = sum(part.num_tokens for part in batch.context)
         others = sum(1 + part.draft_len for part in batch.generation)
-        if num_context_tokens > size:
+        if num_context_tokens > max(size, self.cache.context_group):
             assert num_context_tokens + others <= self.budget
         for part in parts:
             sequence = part.sequence
@@ -211,6 +206,9 @@ class Traffic:
             if not part.needs_logits:
                 assert self.config.enable_chunked_context
                 assert (part.start + part.num_tokens) % size == 0
+            end = part.sequence.context_end
+            for border in (part.start, part.start + part.num_tokens):
+                assert border >= end or border % self.cache.context_group == 0
         for part in batch.generation:
             sequence = part.sequence
             assert sequence.kv_len == len(sequence.tokens) - 1 and part.needs_logits
@@ -230,44 +228,6 @@ class Traffic:
         raise AssertionError("a sequence starves")
 
 
-@st.composite
-def setups(draw):
-    size = draw(st.sampled_from([1, 2, 4, 8]))
-    policy = draw(st.sampled_from(CapacitySchedulerPolicy))
-    config = SchedulerConfig(
-        capacity_scheduler_policy=policy,
-        context_chunking_policy=draw(st.sampled_from(ContextChunkingPolicy)),
-        # A paused sequence must be able to come back in one step: `arrive` sees to it.
-        enable_chunked_context=draw(st.booleans()),
-    )
-    max_num_tokens, max_draft_len = draw(st.integers(size, 40)), draw(st.integers(0, 5))
-    window = None
-    if draw(st.booleans()):
-        width = draw(st.integers(1, 30))
-        tile = draw(st.sampled_from([1, 2, 8]))
-        window = AttentionWindow(width, draw(st.integers(0, width - 1)), tile, group_lag=tile)
-    cache = KvCacheManager(
-        num_blocks=draw(st.integers(2, 24)),
-        tokens_per_block=size,
-        enable_block_reuse=draw(st.sampled_from([True, True, False])),
-        enable_partial_reuse=draw(st.booleans()),
-        groups=draw(st.sampled_from([("target",), ("target", "draft")])),
-        num_host_blocks=draw(st.sampled_from([0, 0, 1, 3, 20])),
-        offload_min_priority=draw(st.sampled_from([0, 35, 60])),
-        window=window,
-        max_step_tokens=most_step_tokens(max_num_tokens, max_draft_len),
-        clock=count().__next__,
-        onboards_aside=draw(st.booleans()),
-    )
-    limits = Limits(
-        max_batch_size=draw(st.integers(1, 6)),
-        max_num_tokens=max_num_tokens,
-        max_seq_len=draw(st.integers(2, 60)),
-        max_draft_len=max_draft_len,
-    )
-    return config, cache, limits, draw(st.integers(0, 2**32))
-
-
 @settings(max_examples=400)
 @given(setups())
 def test_random_traffic_keeps_every_promise(setup):
@@ -278,7 +238,8 @@ def test_random_traffic_keeps_every_promise(setup):
         for _ in range(chance.choice([0, 0, 1, 3])):
             traffic.arrive()
         if config.enable_chunked_context and chance.random() < 0.1:
-            traffic.budget = chance.randint(cache.tokens_per_block, limits.max_num_tokens)
+            least = max(cache.tokens_per_block, cache.context_group)
+            traffic.budget = chance.randint(least, limits.max_num_tokens)
             traffic.scheduler.set_token_budget(traffic.budget)
         if chance.random() < 0.1:
             traffic.cancel_one()

@@ -69,6 +69,26 @@ def test_max_num_tokens_below_one_block_is_refused_when_prompts_are_chunked():
     make_scheduler(tokens=3, enable_chunked_context=False)
 
 
+def test_steps_smaller_than_a_group_with_fp8_products_are_refused_with_the_option():
+    with pytest.raises(BadConfig, match=r"max_num_tokens is 15; .* FP8 .* 16 tokens at") as caught:
+        make_scheduler(tokens=15, group=16)
+    assert "--use_fp8_context_fmha disable" in caught.value.fix
+    make_scheduler(tokens=15, group=16, enable_chunked_context=False)
+    scheduler, _ = make_scheduler(tokens=64, group=16)
+    with pytest.raises(BadConfig, match=r"budget is 15; it must be from 16 \(a group .* to 64"):
+        scheduler.set_token_budget(15)
+
+
+def test_a_group_is_read_beside_generation_if_the_budget_is_smaller():
+    scheduler, _ = make_scheduler(tokens=64, group=16)
+    start_generation(scheduler, 3, 3)
+    scheduler.set_token_budget(16)
+    sequence = make_sequence(60)
+    sequence.context_end = 48
+    scheduler.add(sequence)
+    assert shape(scheduler.schedule()) == ((16,), (0, 0))
+
+
 @pytest.mark.parametrize("field", ["max_batch_size", "max_num_tokens", "max_seq_len"])
 def test_limits_below_one_are_refused(field):
     values = {"max_batch_size": 1, "max_num_tokens": 1, "max_seq_len": 1, field: 0}
