@@ -61,8 +61,8 @@ _PTX = {
     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2": (
         "emu::store_remote({0}, {{{1}, {2}}}, {3})"
     ),
-    "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;": "emu::copy({0}, {1}, {2})",
-    "cp.async.cg.shared.global.L2::256B [%0], [%1], 16;": "emu::copy({0}, {1})",
+    "cp.async.cg.shared.global [%0], [%1], 16, %2;": "emu::copy({0}, {1}, {2})",
+    "cp.async.cg.shared.global [%0], [%1], 16;": "emu::copy({0}, {1})",
     "cp.async.commit_group": "emu::commit()",
     "cp.async.wait_group": "emu::wait_for_groups({0})",
     "ldmatrix.sync.aligned.m8n8.x4.shared": (

@@ -9,6 +9,13 @@
 #include "fused/decoder_layers/attend_step.cuh"
 
 namespace attention {
+// copy_or_clear_chunk that has L2 fetch the neighbouring line as well. Without that was measured for many requests alone.
+DEVICE void copy_or_clear_wide(u32 target, const void* source, bool is_real) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(is_real ? 16 : 0)
+               : "memory");
+}
+
 // The work item of a team, and the warp's part of its tiles.
 struct Work {
   const Cached* cache;
@@ -39,7 +46,7 @@ struct Work {
         const u32 to = slot(its) + kv * TILE_BYTES + place(first + i, lane % CHUNKS);
         const Cached* from = pages.key(cache, head, its, i + lane / CHUNKS, kv);
         const bool is_real = its * KEYS + first + i < limit;
-        copy_or_clear_chunk(to, from + lane % CHUNKS * (16 / KV_TYPE::bytes), is_real);
+        copy_or_clear_wide(to, from + lane % CHUNKS * (16 / KV_TYPE::bytes), is_real);
       }
       commit_copies();
     }

@@ -28,12 +28,12 @@ DEVICE int place(int key, int chunk) {
   return key * LINE + ((chunk ^ (key % 8)) << 4);
 }
 
+// L2 is not told to fetch the neighbouring line as well: where requests are many, that takes 4 to 6 % of the time.
 DEVICE void copy_chunk(u32 target, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(target), "l"(source)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
 DEVICE void copy_or_clear_chunk(u32 target, const void* source, bool is_real) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(is_real ? 16 : 0)
                : "memory");
 }
