@@ -104,7 +104,12 @@ _NOTHING = (
     "fence.proxy.async",
 )  # a CPU's order is that of the program
 # Of hopper.cuh and used by none of the kernels here.
-_UNKNOWN = ("createpolicy", "cp.async.bulk", "prefetch.tensormap")
+_UNKNOWN = (
+    "createpolicy",
+    "cp.async.bulk",
+    "prefetch.tensormap",
+    "mbarrier.arrive.shared::cluster",
+)
 
 
 def as_cpp(source: str) -> str:
