@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.kernel import compile_all
 
 from llmctl.cli.bench import hardware, session
 from llmctl.cli.bench.hardware import EXCEEDED, Reads, limit_json, measure_cpu
 from llmctl.cli.bench.records import Round, StepRecord
 from llmctl.cli.bench.table import figures
 from llmctl.plugins.backends.cuda import read_rate
+from llmctl.plugins.backends.cuda.arch import ARCHS
+from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.backends.cuda.read_rate import ReadRate, array_bytes
 
 RATE = ReadRate(8e9, "by hand")
@@ -70,7 +74,7 @@ def test_arrays_fit_into_what_is_free(free_gib: float, wanted_gib: int | None) -
     if wanted_gib is None:
         assert found is None
     else:
-        assert found is not None and found % (8192 * 4) == 0
+        assert found is not None and found % (4 * read_rate.TILE) == 0
         assert found == pytest.approx(wanted_gib * 2**30, rel=1e-3)
 
 
@@ -101,18 +105,22 @@ def test_a_run_faster_than_its_limit_is_a_finding_about_the_measurement(
 def card(monkeypatch, tmp_path):
     """A GPU that reads at `rates`, one measurement after the other; counts them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = SimpleNamespace(uuid="12-ab", free=100 << 30, rates=[4.0, 4.5], count=0)
+    found = SimpleNamespace(
+        uuid="12-ab", capability=(9, 0), free=100 << 30, rates=[4.0, 4.5], count=0
+    )
     monkeypatch.setattr(
         "torch.cuda.get_device_properties",
         lambda index: SimpleNamespace(name="NVIDIA H200", uuid=found.uuid),
     )
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: found.capability)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (found.free, 141 << 30))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
 
     def measure(num_bytes: int) -> dict[tuple[str, int], list[float]]:
         rate = found.rates[found.count]
         found.count += 1
-        return {("columns", 0): [rate - 1] * 3, ("one row", 3): [rate, rate, 9.0]}
+        share, turns = read_rate.PATTERNS
+        return {(share, 0): [rate - 1] * 3, (turns, 3): [rate, rate, 9.0]}
 
     monkeypatch.setattr(read_rate, "read_rates", measure)
     return found
@@ -121,7 +129,7 @@ def card(monkeypatch, tmp_path):
 def test_a_rate_is_measured_once_a_card_and_kept(card) -> None:
     first = read_rate.device_read_rate()
     assert first is not None and first.bytes_per_s == 4e12  # the median of the fastest pattern
-    assert "one row" in first.measurement and "6 places" in first.measurement
+    assert "tiles in turns" in first.measurement and "6 places" in first.measurement
     assert read_rate.device_read_rate() == first and card.count == 1
     card.free = 0  # what is kept needs no memory
     assert read_rate.device_read_rate() == first
@@ -165,9 +173,31 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement(card, monkeypatch) -
     read_rate.forget_read_rate()
 
 
+def test_a_gpu_without_kernels_has_no_rate(card) -> None:
+    card.capability = (7, 0)
+    assert read_rate.device_read_rate() is None and card.count == 0
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 7, 8])
 @pytest.mark.parametrize("pattern", read_rate.PATTERNS)
-def test_every_pattern_reads_all_of_the_array(pattern: str) -> None:
-    for place in (0, 8191, 8192, 5 * 8192 - 1):
-        values = torch.zeros(8 * 8192)
-        values[place] = 1.0
-        assert read_rate.PATTERNS[pattern](values).max() == 1.0
+def test_every_pattern_reads_all_of_the_array_once(pattern: str, num_blocks: int) -> None:
+    """In Triton's interpreter: numbers that are read twice cancel out."""
+    tiles, tile = 7, read_rate.TILE
+    bits = torch.iinfo(torch.int32)
+    source = torch.randint(bits.min, bits.max, (tiles * tile,), dtype=torch.int32)
+    out = torch.full((num_blocks, tile), 7, dtype=torch.int32)
+    run_launches([read_rate.read_launch(pattern, source, out)])
+    assert torch.equal(xor(out), xor(source.view(tiles, tile)))
+
+
+def xor(rows: torch.Tensor) -> torch.Tensor:
+    """The exclusive or of all rows."""
+    return reduce(torch.bitwise_xor, rows)
+
+
+@pytest.mark.parametrize("pattern", read_rate.PATTERNS)
+def test_its_tiles_are_asked_for_ahead(pattern: str) -> None:
+    """And a thread block needs no more shared memory than every GPU has."""
+    ((_, binary, code),) = compile_all([read_rate.read_spec(pattern)])
+    assert "LDGSTS" in code and binary.local_bytes == 0
+    assert binary.shared_bytes <= min(arch.max_shared_bytes for arch in ARCHS.values())

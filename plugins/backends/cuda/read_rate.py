@@ -10,26 +10,45 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
 
+from llmctl.plugins.backends.cuda.arch import ARCHS
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.device_kernels import DeviceKernels
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch
 from llmctl.plugins.core.cache_home import cache_home
 
-# Orders in which blocks of threads read an array of a multiple of 8192 numbers, whole.
-PATTERNS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "8,192 rows": lambda x: torch.amax(x.view(8192, -1), dim=1),
-    "1,024 rows": lambda x: torch.amax(x.view(1024, -1), dim=1),
-    "rows of 8,192": lambda x: torch.amax(x.view(-1, 8192), dim=1),
-    "columns": lambda x: torch.amax(x.view(-1, 8192), dim=0),
-    "one row": torch.amax,
-}
+TILE = 4096  # numbers that a thread block asks for at a time: 16 KiB, and three such ahead
+_BLOCKS_PER_SM = 2
+# Orders in which thread blocks read an array: whether they take its tiles in turns.
+PATTERNS: Mapping[str, bool] = {"a share for each block": False, "tiles in turns": True}
 WARM_UP_S = 0.3
 _BYTES, _PLACES = 8 << 30, 6
 _LEAST_BYTES = 1 << 30  # of an array: far larger than a GPU's caches, and longer than a launch
 _SHARE = 0.8  # of the free memory that the arrays may take
+
+
+def read_spec(pattern: str) -> KernelSpec:
+    """The binary of one of `PATTERNS`."""
+    in_turns = PATTERNS[pattern]
+    return KernelSpec(
+        name="read.turns" if in_turns else "read.shares",
+        source="llmctl.plugins.backends.cuda.triton_read:read",
+        arguments=("*i32", "*i32", "i32"),
+        constants={"IN_TURNS": in_turns, "TILE": TILE, "STAGES": 4},
+        num_warps=8,
+    )
+
+
+def read_launch(pattern: str, source: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Read all of `source`, int32 of a multiple of `TILE`. out: int32 [thread blocks, TILE]."""
+    assert source.numel() % TILE == 0 and out.shape[1] == TILE
+    return Launch(read_spec(pattern), (len(out), 1, 1), (source, out, source.numel() // TILE))
 
 
 def warm_up(work: Callable[[], object], seconds: float) -> None:
@@ -41,7 +60,8 @@ def warm_up(work: Callable[[], object], seconds: float) -> None:
 
 
 def elapsed_ms(work: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds of each of several runs on the current stream, one after the other."""
+    """Milliseconds of each of several runs on the current stream, one after the other, from when
+    the host begins to enqueue a run."""
     times = []
     for _ in range(repeats):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -53,24 +73,46 @@ def elapsed_ms(work: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
+def queued_ms(work: Callable[[], object], repeats: int) -> list[float]:
+    """Like `elapsed_ms`, but what is timed is enqueued behind a run that is not: the device waits
+    for no host."""
+    work()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    torch.cuda.synchronize()
+    return [began.elapsed_time(ended) for began, ended in pairwise(events)]
+
+
+def capability() -> str:
+    """Compute capability of device 0, as `ARCHS` has it."""
+    return "{}.{}".format(*torch.cuda.get_device_capability())
+
+
 def read_rates(
     num_bytes: int = _BYTES, places: int = _PLACES, rounds: int = 10
 ) -> dict[tuple[str, int], list[float]]:
-    """TB/s of reducing a large array, by pattern and place: a read of everything and a write of
-    next to nothing.
+    """TB/s of reading a large array whole, by pattern and place.
 
     How fast an array can be read depends on where it lies, by up to 5 % on an H200, and on the
     order: of `PATTERNS` in as many arrays as `places`, each several times. A GPU that was idle is
-    given time to reach its clocks.
+    given time to reach its clocks. Raises Unsupported for a GPU that kernels are not compiled for.
     """
+    device = torch.device("cuda", 0)
+    binaries = [compile_kernel(read_spec(name), capability()) for name in PATTERNS]
+    kernels = DeviceKernels(binaries, device, driver=None, use_pdl=False)
+    num_blocks = _BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    out = torch.empty(num_blocks, TILE, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream
     arrays, found = [], {}  # all stay, so that each lies elsewhere
     for place in range(places):
-        arrays.append(torch.empty(num_bytes // 4, dtype=torch.int32, device="cuda"))
-        values = arrays[-1].random_(-(2**31), 2**31 - 1).view(torch.float32)
-        for index, (name, pattern) in enumerate(PATTERNS.items()):
-            read = partial(pattern, values)
+        arrays.append(torch.empty(num_bytes // 4, dtype=torch.int32, device=device).random_())
+        for index, name in enumerate(PATTERNS):
+            read = partial(kernels.prepare(read_launch(name, arrays[-1], out)), stream)
             warm_up(read, WARM_UP_S if index == 0 else 0.0)
-            found[name, place] = [num_bytes / ms / 1e9 for ms in elapsed_ms(read, rounds)]
+            found[name, place] = [num_bytes / ms / 1e9 for ms in queued_ms(read, rounds)]
     return found
 
 
@@ -91,8 +133,10 @@ def device_read_rate() -> ReadRate | None:
     """The read rate of device 0, measured once and kept (`cache_home`) until `forget_read_rate`.
 
     It is measured in what memory is free, which is free again afterwards; None if that is too
-    little to tell.
+    little to tell, or if kernels are not compiled for this GPU.
     """
+    if capability() not in ARCHS:
+        return None
     path = _kept_path()
     kept = _read_kept(path)
     if kept is not None:
@@ -122,7 +166,7 @@ def _kept_path() -> Path:
     """Of one card: two of a product differ by a few percent."""
     device = torch.cuda.get_device_properties(0)
     name = re.sub(r"[^A-Za-z0-9-]+", "-", f"{device.name}-{device.uuid}")
-    return cache_home() / "llmctl" / "read-rates" / f"{name}.json"
+    return cache_home() / "llmctl" / "read-rates" / f"{name}-queued.json"
 
 
 def _read_kept(path: Path) -> ReadRate | None:
@@ -147,4 +191,4 @@ def _keep(path: Path, rate: ReadRate) -> None:
 def array_bytes(free_bytes: int) -> int | None:
     """Bytes of each array where so many are free; None if there are too few."""
     each = min(_BYTES, int(free_bytes * _SHARE) // _PLACES)
-    return each // (8192 * 4) * (8192 * 4) if each >= _LEAST_BYTES else None
+    return each // (TILE * 4) * (TILE * 4) if each >= _LEAST_BYTES else None
