@@ -69,6 +69,7 @@ def step_kernels(
     from llmctl.plugins.ops.beam_search import kernel as beam_search
     from llmctl.plugins.ops.kv_compact import kernel as kv_compact
     from llmctl.plugins.ops.lookahead import kernel as lookahead
+    from llmctl.plugins.ops.rank_offers import kernel as rank_offers
     from llmctl.plugins.ops.sampling import kernel as sampling
     from llmctl.plugins.ops.tree_growth import kernel as tree_growth
 
@@ -78,9 +79,13 @@ def step_kernels(
         *sampling.kernels(vocab_size),
         *rounds.kernels(limits.max_batch_size, limits.max_draft_len, vocab_size),
     ]
+    listed: int | None = None
+    if plan.head_shares is not None:
+        found.append(rank_offers.spec(*plan.head_shares, vocab_size))
+        listed = rank_offers.num_chunks(*plan.head_shares)
     if plan.heads and limits.max_draft_len:
         sizes = (limits.max_batch_size, limits.max_draft_len, vocab_size)
-        found += tree_kernel.tree_kernels(*sizes)
+        found += tree_kernel.tree_kernels(*sizes, listed)
     drafts_levels = all(op.op != TENSORRT_OP for op in plan.ops)  # else there is no such attention
     if drafts_levels and (plan.head_caches or not plan.heads):  # of a head, or as a draft engine
         found += tree_growth.kernels(limits, vocab_size)
@@ -92,7 +97,8 @@ def step_kernels(
     if REDRAFTER_NEXT in plan.heads:
         num_beams = plan.max_num_beams // plan.max_num_requests
         length = limits.max_draft_len // num_beams
-        found += beam_search.kernels(num_beams, length, vocab_size, limits.max_draft_len)
+        sizes = (num_beams, length, vocab_size)
+        found += beam_search.kernels(*sizes, limits.max_draft_len, listed)
     if plan.head_caches:
         found.append(pairs_kernel.read_pairs_spec(limits.max_batch_size, limits.max_draft_len))
         found.append(pairs_kernel.read_path_spec(limits.max_batch_size))

@@ -137,6 +137,11 @@ class PlanGraph:
     outputs: Mapping[str, str]
     cache: str = ""  # "": the base graph's, or none
 
+    @property
+    def is_over_ranks(self) -> bool:
+        """Whether ranks compute it together: each gathers what the others have."""
+        return any(op.attributes.get("ranks", 1) != 1 for op in self.ops)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -183,6 +188,16 @@ class Plan:
     def graphs(self) -> dict[str, PlanGraph]:
         """Every graph by name, the base graph first."""
         return {BASE: PlanGraph(self.ops, {}, self.outputs), **self.heads}
+
+    @property
+    def head_shares(self) -> tuple[int, int] | None:
+        """(ranks, ids of each) of the logits of heads, where ranks have shares of them."""
+        widths = {tensor.name: tensor.shape[-1] for tensor in self.tensors}
+        for graph in self.heads.values():
+            for op in graph.ops:
+                if op.op == "all_gather" and "to_all" not in op.attributes:
+                    return int(op.attributes["ranks"]), int(widths[op.inputs["x"]])
+        return None
 
     @property
     def caches(self) -> dict[str, KvCacheSpec]:

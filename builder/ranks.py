@@ -1,7 +1,7 @@
 """How a model divides over the ranks of a tensor-parallel engine, in numbers.
 
-A rank computes some of the heads, part of the MLP's intermediate dimension and part of the
-vocabulary. Embedding and norms are whole on every rank.
+A rank computes some of the heads, part of the MLP's intermediate dimension, part of the vocabulary
+and part of the rows of draft heads. Embedding and norms are whole on every rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from llmctl.plugins.backends.backend import Backend
 from llmctl.plugins.core.op_rules import LEAF_MULTIPLE, RANK_COUNTS
 
 SUM_LEAVES = RANK_COUNTS[-1]  # of K in a rank-invariant engine: whole subtrees for every tp_size
-_HEAD_ROWS = 64  # a rank's share of the vocabulary is a multiple: tiles of packed weights
+_TILE_ROWS = 64  # a rank's share of rows is a multiple: tiles of packed weights
 
 
 def engine_file(rank: int) -> str:
@@ -39,10 +39,16 @@ def local_kv_heads(num_kv_heads: int, num_ranks: int) -> int:
     return max(1, num_kv_heads // num_ranks)
 
 
-def vocabulary_share(vocab_size: int, num_ranks: int) -> int:
-    """Rows of the output projection on each rank; the last ranks' may be padding."""
-    share = -(-vocab_size // num_ranks)
-    return -(-share // _HEAD_ROWS) * _HEAD_ROWS
+def row_share(rows: int, num_ranks: int) -> int:
+    """Rows of an output projection on each rank; the last ranks' may be padding."""
+    share = -(-rows // num_ranks)
+    return -(-share // _TILE_ROWS) * _TILE_ROWS
+
+
+def divides_rows(rows: int, num_ranks: int) -> bool:
+    """Whether a product of a draft head gives each rank as many rows, whole tiles without padding:
+    what reads them is then as wide as it was."""
+    return num_ranks > 1 and rows % (num_ranks * _TILE_ROWS) == 0
 
 
 def require_divisible(model: Widths, num_ranks: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from llmctl.builder.models.decoder import EMBEDDING, LM_HEAD
 from llmctl.builder.network import Network
 from llmctl.builder.passes.quantize import LinearScales
-from llmctl.builder.sharding import Shard, VocabularyShard
+from llmctl.builder.sharding import RowShard, Shard
 from llmctl.builder.sources import LargestScale, Rows, RowScales, Source
 from llmctl.errors import (
     BadTensorShape,
@@ -269,7 +269,7 @@ def checkpoint_shapes(
 def read_scales(sources: Mapping[str, Source], shards: Sequence[Shard]) -> None:
     """Read every scale of every rank once, so a bad one is named before anything is written."""
     for source in sources.values():
-        inner = source.source if isinstance(source, VocabularyShard) else source
+        inner = source.source if isinstance(source, RowShard) else source
         if isinstance(inner, LargestScale | RowScales):
             for shard in shards:
                 for _ in source.chunks(shard):

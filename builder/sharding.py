@@ -2,7 +2,7 @@
 
 A rank's network has the model's form with fewer heads and a narrower MLP; its weights are slices of
 the checkpoint's. Slices along rows or columns of what is read (`Shard`); of what is made of several
-tensors, or padded, slices of what is made (`ColumnShard`, `VocabularyShard`).
+tensors, or padded, slices of what is made (`ColumnShard`, `RowShard`).
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class ColumnShard(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyShard(_Part):
-    """A rank's rows of the output projection's weight or scales, padded with zeros to `rows`.
-    Chunks want a `Shard`."""
+class RowShard(_Part):
+    """A rank's rows of a weight or of its scales, padded with zeros to `rows`. Chunks want a
+    `Shard`."""
 
     rows: int  # or tiles of a packed weight
 

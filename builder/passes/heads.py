@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from llmctl.builder.network import Network
-from llmctl.builder.sharding import Whole
+from llmctl.builder.sharding import RowShard, Whole
 
 
 def link_heads(base: Network, heads: Sequence[Network]) -> list[Network]:
@@ -23,12 +23,13 @@ def link_heads(base: Network, heads: Sequence[Network]) -> list[Network]:
 
 
 def keep_whole(base: Network, head: Network) -> Network:
-    """The head of an engine of several ranks: each has it whole, and shares with the base graph
-    what that has whole, too, its embedding."""
+    """The head of an engine of several ranks: each has whole what no rank has rows of, and shares
+    with the base graph what that has so, too, such as its embedding."""
     found = head.copy()
     shared = {name for name, source in head.sources.items() if source in base.sources.values()}
     found.sources = {
-        name: source if name in shared else Whole(source) for name, source in head.sources.items()
+        name: source if name in shared or isinstance(source, RowShard) else Whole(source)
+        for name, source in head.sources.items()
     }
     return found
 

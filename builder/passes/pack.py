@@ -14,7 +14,7 @@ from dataclasses import replace
 from llmctl.builder.network import Attribute, Network, Node
 from llmctl.builder.packing import ITEM_BYTES, PackedRows, PackedVector, RowOrder
 from llmctl.builder.schemes.reading import CodedRows
-from llmctl.builder.sharding import ColumnShard, VocabularyShard
+from llmctl.builder.sharding import ColumnShard, RowShard
 from llmctl.builder.sources import Rows, Source
 from llmctl.errors import Unsupported
 from llmctl.plugins.ops.packed_linear.forms import CHUNK_BYTES, LEAF_ROWS, TILE_ROWS
@@ -166,9 +166,9 @@ def _in_leaves(name: str, packed: Source, leaves: int) -> Source:
 def _pack(name: str, source: Source, order: RowOrder) -> tuple[Source, Mapping[str, Attribute]]:
     """(a weight packed, what the plan says of it). A rank's part of a whole weight is a part of the
     packed one, in whole blocks. Raises Unsupported where it does not consist of them."""
-    if isinstance(source, VocabularyShard):
+    if isinstance(source, RowShard):
         whole, found = _pack(name, source.source, RowOrder("plain", source.source.shape[:1]))
-        return VocabularyShard(whole, source.rows // TILE_ROWS), found
+        return RowShard(whole, source.rows // TILE_ROWS), found
     if isinstance(source, ColumnShard):
         whole, found = _pack(name, source.source, order)
         assert isinstance(source.source, CodedRows)

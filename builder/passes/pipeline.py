@@ -23,6 +23,7 @@ from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.merge import merge_linears
 from llmctl.builder.passes.pack import pack_linears
 from llmctl.builder.passes.quantize import LinearScales, quantize_linears
+from llmctl.builder.passes.rank_heads import split_heads
 from llmctl.builder.passes.ranks import (
     fuse_norms,
     keep_residuals,
@@ -72,6 +73,7 @@ def run_passes(
         network = split_over_ranks(
             network, limits.tp_size, limits.sum_leaves, is_packed=able.packs_linears
         )
+        rewritten = split_heads(rewritten, limits.tp_size)
     if able.packs_linears:
         network = fuse_norms(network)
         is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"

@@ -16,11 +16,12 @@ from dataclasses import replace
 
 from llmctl.builder.models.decoder import LM_HEAD
 from llmctl.builder.network import Attribute, Network, Node
-from llmctl.builder.ranks import vocabulary_share
+from llmctl.builder.ranks import row_share
 from llmctl.builder.schemes.reading import CodedRows
-from llmctl.builder.sharding import SPLIT_COLUMNS, ColumnShard, VocabularyShard
+from llmctl.builder.sharding import SPLIT_COLUMNS, ColumnShard, RowShard
 from llmctl.builder.sources import Source
 from llmctl.errors import Unsupported
+from llmctl.plugins.core.shares import share_of
 from llmctl.plugins.fused.all_reduce_norm.spec import warps_of
 from llmctl.plugins.ops.packed_linear.forms import few_tokens
 
@@ -40,7 +41,7 @@ def split_over_ranks(
         if node.name.endswith(SPLIT_COLUMNS):
             _split_sum(split, node, num_ranks, sum_leaves, is_packed=is_packed)
         elif node.name == LM_HEAD and num_ranks > 1:
-            _split_vocabulary(split, node, num_ranks)
+            split_rows(split, node, num_ranks)
     split.prune()
     return split
 
@@ -145,22 +146,23 @@ def _split_sum(
     network.replace_nodes([node], [product, total], at=node)
 
 
-def _split_vocabulary(network: Network, node: Node, num_ranks: int) -> None:
+def split_rows(network: Network, node: Node, num_ranks: int, *, to_all: bool = False) -> None:
+    """A linear of which every rank computes a share of the rows, and the gathering behind it.
+    to_all: other operators read what is gathered; else logits, which rank 0 alone samples from."""
     out = network.tensors[node.outputs["out"]]
-    rows, vocab = out.shape
-    assert isinstance(vocab, int)
-    share = vocabulary_share(vocab, num_ranks)
+    rows, width = out.shape
+    assert isinstance(width, int)
+    share = row_share(width, num_ranks)
     inputs = dict(node.inputs)
     for role in ("weight", "weight_scale", "bias"):
         if role in inputs:
             source: Source = network.sources[inputs[role]]
             if len(network.consumers(inputs[role])) == 1:  # else it is the embedding, too
                 del network.sources[inputs[role]]
-            part = VocabularyShard(source, share)
-            inputs[role] = network.add_weight(f"{LM_HEAD}.{role}", part).name
-    own = network.add_activation(f"{LM_HEAD}.share", out.dtype, (rows, share)).name
+            part = RowShard(source, share)
+            inputs[role] = network.add_weight(f"{node.name}.{role}", part).name
+    own = network.add_activation(share_of(node.name), out.dtype, (rows, share)).name
     product = replace(node, inputs=inputs, outputs={"out": own})
-    gathered = Node(
-        "all_gather", f"{LM_HEAD}.all_gather", {"x": own}, node.outputs, {"ranks": num_ranks}
-    )
+    attributes: dict[str, Attribute] = {"ranks": num_ranks, **({"to_all": True} if to_all else {})}
+    gathered = Node("all_gather", f"{node.name}.all_gather", {"x": own}, node.outputs, attributes)
     network.replace_nodes([node], [product, gathered], at=node)

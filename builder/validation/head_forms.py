@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.plan import Dim, Plan, PlanTensor
+from llmctl.builder.ranks import row_share
 from llmctl.builder.validation.errors import wrong
+from llmctl.plugins.core.shares import share_of
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
@@ -23,6 +25,15 @@ class HeadCheck:
 
     find_wrong: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
     check_plan: Callable[[EngineConfig, Plan, Tensors], None]
+
+
+def logits_forms(name: str, rows: str, config: EngineConfig) -> dict[str, Form]:
+    """Of logits that a head puts out by this name, and of what each of several ranks has of it."""
+    vocab, ranks = config.pretrained_config["vocab_size"], config.build_config["tp_size"]
+    forms: dict[str, Form] = {name: (rows, vocab, "float32")}
+    if ranks > 1:
+        forms[share_of(name)] = (rows, row_share(vocab, ranks), "float32")
+    return forms
 
 
 def require_forms(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmctl.builder.engine_format import EngineConfig, Plan
-from llmctl.builder.ranks import require_divisible, vocabulary_share
+from llmctl.builder.ranks import require_divisible, row_share
 from llmctl.cli.gpus import Gpu, effective_read_bytes_s, shares_of
 from llmctl.cli.inspect.cost import Step, step_bytes
 from llmctl.cli.inspect.prediction import fastest
@@ -55,7 +55,7 @@ def steps_by_ranks(
             if speed is not None:
                 found[1] = (read / speed, read / speed)
             continue
-        share = vocabulary_share(int(model["vocab_size"]), ranks)
+        share = row_share(int(model["vocab_size"]), ranks)
         met = [Meeting(_PARTIAL_BYTES * step.tokens * hidden, has_norm=has_norm)] * (2 * layers)
         met.append(head_meeting(share, step.tokens))
         time = rank_time(gpu, RankStep(ranks, layers, read, met), waits_of(scheme))

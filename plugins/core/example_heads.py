@@ -19,11 +19,13 @@ def _recurrence(case: Case, generator: torch.Generator) -> Example:
     step.logit_rows = np.random.default_rng(0).integers(0, rows, tokens).astype(np.int32)
     inputs = {
         "x": random_tensor((tokens, width), dtype, generator),
-        "context": random_tensor((rows, 2 * width), dtype, generator),
     }
+    outputs = {"state": empty((tokens, width), dtype)}
+    if case["context"]:
+        inputs["context"] = random_tensor((rows, 2 * width), dtype, generator)
+        outputs["out"] = empty((tokens, 2 * width), dtype)
     if case["carry"]:
         inputs["carry"] = random_tensor((rows, width), dtype, generator)
-    outputs = {"out": empty((tokens, 2 * width), dtype), "state": empty((tokens, width), dtype)}
     call = OpCall("recurrence", "recurrence", inputs, outputs, {"silu": bool(case["silu"])})
     return Example(call, step, no_cache())
 

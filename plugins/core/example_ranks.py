@@ -57,8 +57,9 @@ def _all_reduce_norm(case: Case, generator: torch.Generator) -> Example:
 
 def _all_gather(case: Case, generator: torch.Generator) -> Example:
     tokens, own, columns = (int(case[k]) for k in ("tokens", "own", "columns"))
-    inputs = {"x": random_tensor((tokens, own), "float32", generator)}
-    made = {"out": empty((tokens, columns), "float32")}
+    dtype = str(case["dtype"])
+    inputs = {"x": random_tensor((tokens, own), dtype, generator)}
+    made = {"out": empty((tokens, columns), dtype)}
     call = OpCall("all_gather", "gather", inputs, made, {"ranks": 1})
     return Example(call, plain_step(tokens), no_cache())
 

@@ -59,11 +59,15 @@ class HeadLogits:
         return self.tensors[0].shape[1]
 
 
-def tree_kernels(max_batch_size: int, max_draft_len: int, vocab: int) -> list[KernelSpec]:
-    """The binaries, besides those of chains, of an engine whose heads draft trees."""
+def tree_kernels(
+    max_batch_size: int, max_draft_len: int, vocab: int, listed: int | None = None
+) -> list[KernelSpec]:
+    """The binaries, besides those of chains, of an engine whose heads draft trees. listed: chunks
+    of a row that ranks list together, besides those that `list_top` lists."""
+    filled = {num_chunks(vocab), listed or num_chunks(vocab)}
     return [
         _list_spec(vocab),
-        _fill_spec(max_draft_len, vocab),
+        *(_fill_spec(max_draft_len, vocab, chunks) for chunks in sorted(filled)),
         *round_kernels(max_batch_size, max_draft_len),
     ]
 
@@ -77,10 +81,15 @@ def round_kernels(max_batch_size: int, max_draft_len: int) -> list[KernelSpec]:
     ]
 
 
-def num_keys(max_batch_size: int, vocab: int, count: int) -> int:
-    """Entries that `list_top` needs for one head: an even number, so that each head's are aligned
-    to 16 bytes."""
-    return -(-max_batch_size * -(-vocab // CHUNK) * count // 2) * 2
+def num_chunks(vocab: int) -> int:
+    """Of a row of logits, by `list_top`."""
+    return -(-vocab // CHUNK)
+
+
+def num_keys(max_batch_size: int, chunks: int, count: int) -> int:
+    """Entries that lists of so many chunks a row take for one head: an even number, so that each
+    head's are aligned to 16 bytes."""
+    return -(-max_batch_size * chunks * count // 2) * 2
 
 
 def list_top(logits: HeadLogits, keys: torch.Tensor, batch: int, count: int) -> Launch:
@@ -88,7 +97,7 @@ def list_top(logits: HeadLogits, keys: torch.Tensor, batch: int, count: int) -> 
     of as many heads."""
     vocab, num_heads = logits.vocab, len(logits.addresses)
     arguments = (logits.addresses, keys, keys.shape[1], count)
-    return Launch(_list_spec(vocab), (-(-vocab // CHUNK), batch, num_heads), arguments)
+    return Launch(_list_spec(vocab), (num_chunks(vocab), batch, num_heads), arguments)
 
 
 def fill_tree(
@@ -99,9 +108,11 @@ def fill_tree(
     draft_len: int,
     count: int,
     vocab: int,
+    chunks: int | None = None,
 ) -> Launch:
-    """Drafts of each request from what `list_top` found in each head, with the same `count`."""
-    spec = _fill_spec(state.max_draft_len, vocab)
+    """Drafts of each request from what `list_top` found in each head, with the same `count`; or
+    ranks together (`plugins/ops/rank_offers`), in so many chunks of a row."""
+    spec = _fill_spec(state.max_draft_len, vocab, chunks or num_chunks(vocab))
     stride = keys.shape[1]
     arguments = (keys, nodes.heads, nodes.ranks, state.drafts, stride, draft_len, count)
     return Launch(spec, (batch, len(keys), 1), arguments)
@@ -192,16 +203,16 @@ def _list_spec(vocab: int) -> KernelSpec:
     )
 
 
-def _fill_spec(max_draft_len: int, vocab: int) -> KernelSpec:
-    num_chunks = -(-vocab // CHUNK)
+def _fill_spec(max_draft_len: int, vocab: int, chunks: int) -> KernelSpec:
+    words = [f"k{max_draft_len}", f"v{vocab}", *[f"c{chunks}"] * (chunks != num_chunks(vocab))]
     return KernelSpec(
-        name=f"rounds.fill_tree.k{max_draft_len}.v{vocab}",
+        name=".".join(["rounds", "fill_tree", *words]),
         source=f"{_FILL}:fill_tree",
         arguments=("*i64", *("*i32",) * 3, *("i32",) * 3),
         constants={
             "MAX_DRAFT_LEN": max_draft_len,
-            "NUM_CHUNKS": num_chunks,
-            "BLOCK_KEYS": power_of_two(num_chunks * MOST_RANKS),
+            "NUM_CHUNKS": chunks,
+            "BLOCK_KEYS": power_of_two(chunks * MOST_RANKS),
             "BLOCK_RANKS": MOST_RANKS,
             "BLOCK_NODES": min(power_of_two(max_draft_len), 64),
             "PDL": True,

@@ -42,7 +42,7 @@ class CpuEngine(Engine):
         self._outputs = {name: tensors[tensor] for name, tensor in plan.outputs.items()}
         self._logits = tensors[plan.logits].numpy()
         self._heads = {
-            head.name: (head, CpuProgram(head.calls, head.row_inputs))
+            head.name: (head, CpuProgram(head.calls, head.row_inputs, ranks))
             for head in bind_heads(plan, tensors)
         }
         self._caches = {name: CpuCache(plan, name) for name in plan.caches}
@@ -85,14 +85,15 @@ class CpuEngine(Engine):
         logits: NDArray[np.float32] = self._logits[: len(step.logit_rows)]
         return logits
 
-    def run_head(
-        self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def run_head(self, name: str, step: StepInputs) -> dict[str, torch.Tensor]:
         """Execute a head of the plan; see Engine."""
         head, program = find_head(self._heads, name)
-        head.write(inputs)
         program.run(step, self._caches[head.cache].tensor)
         return head.outputs(step)
+
+    def hand_on(self, source: str, head: str, count: int) -> None:
+        """Copy what a head left to inputs of a head; see Engine."""
+        find_head(self._heads, head)[0].take(find_head(self._heads, source)[0], count)
 
     def give_rows(
         self, head: str, name: str, sources: Sequence[torch.Tensor], rows: NDArray[np.int64]

@@ -14,9 +14,11 @@ from llmctl.builder.engine_format import EngineConfig, Plan, step_limits
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, StepLimits, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceLogits, DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.plugins.core.shares import share_of
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.gather_rows.kernel import gather
 from llmctl.plugins.ops.kv_compact.kernel import compact_launch
+from llmctl.plugins.ops.rank_offers.kernel import SharedLogits
 from llmctl.plugins.ops.sampling.spec import BestIds, Logits
 from llmctl.runtime.engines.device_cache import DeviceCache
 from llmctl.runtime.engines.device_program import DeviceProgram
@@ -163,12 +165,9 @@ class CudaEngine(Engine):
             return BestIds(step.num_rows, lambda: self.queue.to_host(best).numpy())
         return DeviceLogits(self.logits[: step.num_rows], self.queue)
 
-    def run_head(
-        self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def run_head(self, name: str, step: StepInputs) -> dict[str, torch.Tensor]:
         """Enqueue a head of the plan; see Engine. Its outputs are to be read on the queue."""
         head, program = find_head(self._heads, name)
-        self.write_head(name, inputs)
         # Its tensors may have room for a few rows alone, so its tokens are not padded.
         shape = replace(self._buckets.round_up(shape_of(step)), num_tokens=step.num_tokens)
         program.upload(step, self.queue.handle)
@@ -182,12 +181,25 @@ class CudaEngine(Engine):
         program.upload(pack_rows(self.max_num_rows, [0]), self.queue.handle)
         return program.step
 
-    def enqueue_head(self, name: str, num_rows: int, *, reads_tokens: bool = False) -> None:
+    def enqueue_head(
+        self, name: str, num_rows: int, *, reads_tokens: bool = False, are_listed: bool = False
+    ) -> None:
         """Enqueue a head for the rows that its step names on the device; it reads those alone, or
-        also a token of the step for each."""
+        also a token of the step for each. are_listed: the program's `offers` alone reads its
+        logits."""
         _, program = find_head(self._heads, name)
         most = num_rows if reads_tokens else self.max_num_rows
-        program.enqueue(StepShape(most, 1, num_rows, most, 1), self.queue.handle)
+        shape = StepShape(most, 1, num_rows, most, 1, best_only=are_listed)
+        program.enqueue(shape, self.queue.handle)
+
+    def shared_logits(self, name: str, outputs: Sequence[str]) -> SharedLogits | None:
+        """Logits of a head of which each rank has its own ids, where `offers` of the program
+        lists the likeliest; None: every rank has them whole, or all are on one device."""
+        head, program = find_head(self._heads, name)
+        if not (self.plan.heads[name].is_over_ranks and program.has_peers):
+            return None
+        shares = [head.output(share_of(output)) for output in outputs]
+        return SharedLogits.of(shares, self.vocab_size, self.config.num_ranks)
 
     def enqueue_attending(self, name: str, shape: StepShape) -> None:
         """Enqueue a head that attends, for a step of this shape that is on the device."""
@@ -199,6 +211,12 @@ class CudaEngine(Engine):
         head, _ = find_head(self._heads, name)
         with device_errors(f"writing the inputs of {name}"), self.queue.scope():
             head.write(inputs)
+
+    def hand_on(self, source: str, head: str, count: int) -> None:
+        """Enqueue the copy of what a head left to inputs of a head; see Engine."""
+        given, taken = find_head(self._heads, source)[0], find_head(self._heads, head)[0]
+        with device_errors(f"writing the inputs of {head}"), self.queue.scope():
+            taken.take(given, count)
 
     def give_rows(
         self, head: str, name: str, sources: Sequence[torch.Tensor], rows: NDArray[np.int64]

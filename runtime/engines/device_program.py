@@ -9,6 +9,7 @@ import torch
 
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, Launch, StepLimits, StepShape
 from llmctl.plugins.core.calls import OpCall, StepInputs
+from llmctl.plugins.ops.rank_offers.kernel import SharedLogits
 from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 
 
@@ -44,6 +45,17 @@ class DeviceProgram(Protocol):
         self, out: torch.Tensor, scratch: SamplingScratch, rows: DrawnRows
     ) -> list[Launch]:
         """The same for draws without filters, where the program `has_peers`."""
+
+    def offers(
+        self,
+        logits: SharedLogits,
+        keys: torch.Tensor,
+        sums: torch.Tensor | None,
+        rows: int,
+        count: int,
+    ) -> Launch:
+        """The likeliest ids of logits of heads, where the program `has_peers`; see
+        `rank_offers.launch`."""
 
     def beside(
         self, calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor], kv_dtype: str = ""

@@ -124,18 +124,21 @@ class Engine(ABC):
         """Execute one packed step; logits of step.logit_rows in that order."""
 
     @abstractmethod
-    def run_head(
-        self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def run_head(self, name: str, step: StepInputs) -> dict[str, torch.Tensor]:
         """Execute a head of the plan, a graph beside the one that `run` executes.
 
         The step says how many tokens and rows the head has, and for those that embed tokens or
-        gather rows, which (`pack_rows` in step.py packs one of rows alone). inputs: rows for those
-        of its inputs that no graph computes; one that is left out keeps what it had since the last
+        gather rows, which (`pack_rows` in step.py packs one of rows alone). Inputs that no graph
+        computes are written before (`hand_on`, `give_rows`), or keep what they had since the last
         `run`. Outputs, as many rows as the step has tokens or rows, lie where the engine computes
-        and are valid until the same head runs again, or `run`. Raises Unsupported for a head that
-        the engine does not have.
+        and are valid until the same head runs again, or `run`; of several ranks each has its own.
+        Raises Unsupported for a head that the engine does not have.
         """
+
+    @abstractmethod
+    def hand_on(self, source: str, head: str, count: int) -> None:
+        """Copy the first `count` rows of what a head, `source`, left to the inputs of the same
+        names of a head, those that no graph computes."""
 
     @abstractmethod
     def give_rows(

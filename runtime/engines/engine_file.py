@@ -22,7 +22,9 @@ from llmctl.plugins.backends.cuda.kernel_spec import Peers, StepLimits, own_part
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.core.shares import is_share
 from llmctl.plugins.ops.all_reduce.peers import buffer_bytes
+from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.engine import NO_WINDOWS, kv_bytes_per_block
 from llmctl.runtime.engines.graphs import MAX_GRAPHS
@@ -32,7 +34,7 @@ from llmctl.runtime.engines.loading import (
     load_weights,
     sum_reports,
 )
-from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on
+from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on, rank_stride
 from llmctl.runtime.engines.memory_plan import GRAPH_BYTES_PER_LAUNCH, EngineMemory
 from llmctl.runtime.engines.open_tensorrt import (
     kernels_a_step,
@@ -145,7 +147,7 @@ class EngineFile:
         binaries = load_binaries(self.plan, first.tensors, str(self.config.compute_capability))
 
         def make_program(calls: list[OpCall], limits: StepLimits) -> CudaProgram:
-            parts = own_part if count == 1 else lockstep_parts(first.plan, count, calls)
+            parts = own_part if count == 1 else lockstep_parts(rank_stride(first.plan))
             each = peers if count == 1 and self.config.num_ranks > 1 else None
             device, fused = queue.device, self.plan.fused
             return CudaProgram(
@@ -193,8 +195,11 @@ def is_shared(folder: Path) -> bool:
 
 def slot_bytes(files: Iterable[EngineFile]) -> int:
     """The most that a rank gives the others at once, in a step of one of these engines."""
-    given = (_given(file.plan, op) for file in files for op in file.plan.ops)
-    return max(given, default=0)
+    plans = [file.plan for file in files]
+    given = [
+        _given(plan, op) for plan in plans for graph in plan.graphs.values() for op in graph.ops
+    ]
+    return max([*given, *map(_listed, plans)], default=0)
 
 
 def _given(plan: Plan, op: PlanOp) -> int:
@@ -204,6 +209,23 @@ def _given(plan: Plan, op: PlanOp) -> int:
     (shape,) = [tensor.shape for tensor in plan.tensors if tensor.name == op.inputs["x"]]
     columns = int(shape[1]) // int(op.attributes.get("leaves", 1))  # a rank's parts are added
     return plan.sizes[str(shape[0])] * columns * 4
+
+
+def _listed(plan: Plan) -> int:
+    """Bytes of the likeliest ids that a rank lists of the logits of heads, of all at once."""
+    if plan.head_shares is None:
+        return 0
+    _, own = plan.head_shares
+    shapes = {tensor.name: tensor.shape for tensor in plan.tensors}
+    rows = [
+        sum(
+            plan.sizes[str(shapes[t][0])]
+            for t in head.outputs.values()
+            if is_share(t) and shapes[t][1] == own
+        )
+        for head in plan.heads.values()
+    ]
+    return rank_offers.given_bytes(own, max(rows))
 
 
 def exchange_bytes(files: Iterable[EngineFile]) -> int:

@@ -62,6 +62,10 @@ class BoundHead:
             )
             self._given[name][: len(rows)].copy_(rows)
 
+    def take(self, source: BoundHead, count: int) -> None:
+        """Copy the first rows of what another head left, or this one, to inputs of these names."""
+        self.write({name: source.output(name)[:count] for name in self._given})
+
     def given(self, name: str) -> torch.Tensor:
         """Where the head reads an input that no graph computes, at its full size."""
         return self._given[name]

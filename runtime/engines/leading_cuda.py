@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.engines.cuda_engine import CudaEngine
@@ -47,6 +49,14 @@ class LeadingCudaEngine(CudaEngine):
         """On every rank; the logits or best ids are here."""
         return self._lead("run", step, super().run)
 
+    def run_head(self, name: str, step: StepInputs) -> dict[str, torch.Tensor]:
+        """On every rank that has a part of it; a head that is whole runs here alone."""
+        return self._lead_head(name, "run_head", (name, step), super().run_head)
+
+    def hand_on(self, source: str, head: str, count: int) -> None:
+        """On every rank, what is its own."""
+        self._lead_head(head, "hand_on", (source, head, count), super().hand_on)
+
     def feed(self, step: StepInputs) -> None:
         """On every rank."""
         self._lead("feed", step, super().feed)
@@ -54,6 +64,15 @@ class LeadingCudaEngine(CudaEngine):
     def prepare_prompts(self, max_num_tokens: int) -> None:
         """On every rank."""
         self._lead("prepare_prompts", max_num_tokens, super().prepare_prompts)
+
+    def _lead_head(
+        self, name: str, call: str, arguments: tuple[Any, ...], method: Callable[..., Result]
+    ) -> Result:
+        head = self.plan.heads.get(name)
+        if head is None or not head.is_over_ranks:
+            return method(*arguments)
+        command = Command(self._role, call, arguments)
+        return self._leader.lead(command, lambda: method(*arguments))
 
     def _lead(self, call: str, argument: Any, method: Callable[[Any], Result]) -> Result:
         return self._leader.lead(Command(self._role, call, argument), lambda: method(argument))

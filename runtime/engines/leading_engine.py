@@ -76,11 +76,13 @@ class LeadingEngine(Engine):
         """Equal on all ranks, or whole on this one."""
         return self._engine.output(name)
 
-    def run_head(
-        self, name: str, step: StepInputs, inputs: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Here alone: every rank has the heads whole."""
-        return self._engine.run_head(name, step, inputs)
+    def run_head(self, name: str, step: StepInputs) -> dict[str, torch.Tensor]:
+        """On every rank that has a part of it; a head that is whole runs here alone."""
+        return self._lead_head(name, "run_head", (name, step), self._engine.run_head)
+
+    def hand_on(self, source: str, head: str, count: int) -> None:
+        """On every rank, what is its own."""
+        self._lead_head(head, "hand_on", (source, head, count), self._engine.hand_on)
 
     def give_rows(
         self, head: str, name: str, sources: Sequence[torch.Tensor], rows: NDArray[np.int64]
@@ -101,6 +103,15 @@ class LeadingEngine(Engine):
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """As of one rank."""
         return self._engine.top_log_probs(logits, count)
+
+    def _lead_head(
+        self, name: str, call: str, arguments: tuple[Any, ...], method: Callable[..., Result]
+    ) -> Result:
+        head = self.plan.heads.get(name)
+        if head is None or not head.is_over_ranks:
+            return method(*arguments)
+        command = Command(self._role, call, arguments)
+        return self._leader.lead(command, lambda: method(*arguments))
 
     def _lead(self, call: str, argument: Any, method: Callable[[Any], Result]) -> Result:
         command = Command(self._role, call, argument)

@@ -9,16 +9,21 @@ the logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 import torch
 
-from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanOp, PlanTensor
-from llmctl.errors import CorruptEngine, Unsupported
+from llmctl.builder.engine_format import (
+    KvCacheSpec,
+    Plan,
+    PlanGraph,
+    PlanOp,
+    PlanTensor,
+)
+from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.cuda.kernel_spec import Parts
-from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.core.shares import is_share
 
 _ALIGNMENT = 256  # bytes, of each rank's part of the arena
 _OF_RANK_0 = frozenset({"all_gather"})  # logits are read there alone
@@ -30,22 +35,15 @@ def name_on(rank: int, name: str) -> str:
 
 
 def lockstep_plan(plans: Sequence[Plan]) -> Plan:
-    """One plan of the plans of all ranks, which are equal. Raises CorruptEngine where they are not,
-    and Unsupported for draft heads, of which each rank has a whole."""
+    """One plan of the plans of all ranks. Raises CorruptEngine where these differ."""
     plan, *others = plans
     if any(other != plan for other in others):
         raise CorruptEngine(
             f"the engine has {len(plans)} ranks and a plan for each rank; all ranks have one plan",
             fix="build the engine again",
         )
-    if plan.heads:
-        raise Unsupported(
-            f"--ranks-on-one-device: an engine of {len(plans)} ranks has draft heads, which are "
-            "for ranks with a GPU each",
-            fix="leave the option out, or use a draft engine instead of heads",
-        )
     ranks = range(len(plans))
-    stride = -(-plan.arena_bytes // _ALIGNMENT) * _ALIGNMENT
+    stride = rank_stride(plan)
     cache = plan.kv_cache
     return replace(
         plan,
@@ -57,37 +55,33 @@ def lockstep_plan(plans: Sequence[Plan]) -> Plan:
         outputs={name: name_on(0, tensor) for name, tensor in plan.outputs.items()},
         arena_bytes=stride * len(ranks),
         fused=(),
+        heads={name: _head(plan, graph, len(ranks)) for name, graph in plan.heads.items()},
         rotary={name_on(r, name): found for r in ranks for name, found in plan.rotary.items()},
     )
 
 
-def lockstep_parts(plan: Plan, num_ranks: int, calls: Sequence[OpCall]) -> Parts:
-    """What operators over ranks read of the others. plan: of one rank; calls: those of the plan of
-    all. Tensors are known by address, shape and dtype: ranks' parts of the arena are alike."""
-    found: dict[object, tuple[torch.Tensor, ...]] = {}
-    rest = iter(calls)
-    for op in plan.ops:
-        group = list(islice(rest, len(_ranks_of(op, num_ranks))))
-        for role in op.outputs:
-            parts = tuple(call.outputs[role] for call in group)
-            if len(parts) == num_ranks:
-                found.update(dict.fromkeys(map(_key, parts), parts))
-    assert not list(rest), "the calls are not those of the plan of all ranks"
+def lockstep_parts(stride: int) -> Parts:
+    """What operators over ranks read of the others. stride: bytes of a rank's part of the arena,
+    which are alike (`rank_stride`)."""
 
     def parts_of(x: torch.Tensor, ranks: int) -> tuple[torch.Tensor, ...]:
-        parts = found[_key(x)]
-        assert len(parts) == ranks, f"{ranks} ranks of {len(parts)}"
-        return parts
+        assert stride % x.itemsize == 0, "parts of the arena are aligned"
+        step = stride // x.itemsize
+        first = x.storage_offset() % step
+        return tuple(
+            x.as_strided(x.shape, x.stride(), first + rank * step) for rank in range(ranks)
+        )
 
     return parts_of
 
 
+def rank_stride(plan: Plan) -> int:
+    """Bytes of a rank's part of the arena. plan: of one rank."""
+    return -(-plan.arena_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def _ranks_of(op: PlanOp, num_ranks: int) -> range:
     return range(1 if op.op in _OF_RANK_0 else num_ranks)
-
-
-def _key(tensor: torch.Tensor) -> object:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
 
 
 def _tensor(tensor: PlanTensor, rank: int, stride: int) -> PlanTensor:
@@ -106,6 +100,39 @@ def _op(op: PlanOp, rank: int, num_layers: int) -> PlanOp:
         outputs={role: name_on(rank, name) for role, name in op.outputs.items()},
         attributes=attributes,
     )
+
+
+def _head(plan: Plan, head: PlanGraph, num_ranks: int) -> PlanGraph:
+    """A graph beside the base graph: what ranks have shares of is computed for each, and all else
+    once, by rank 0. A share that is an input or an output is one of every rank."""
+    weights = {tensor.name for tensor in plan.tensors if tensor.kind == "weight"}
+    ops: list[PlanOp] = []
+    for op in head.ops:
+        is_shared = any(map(is_share, op.outputs.values()))
+        for rank in range(num_ranks if is_shared else 1):
+
+            def own(names: Mapping[str, str], rank: int = rank) -> dict[str, str]:
+                return {
+                    role: name_on(rank if name in weights or is_share(name) else 0, name)
+                    for role, name in names.items()
+                }
+
+            made = replace(op, inputs=own(op.inputs), outputs=own(op.outputs))
+            ops.append(replace(made, name=name_on(rank, op.name)))
+    return replace(
+        head,
+        ops=tuple(ops),
+        inputs=_ends(head.inputs, num_ranks),
+        outputs=_ends(head.outputs, num_ranks),
+    )
+
+
+def _ends(names: Mapping[str, str], num_ranks: int) -> dict[str, str]:
+    found = {name: name_on(0, tensor) for name, tensor in names.items()}
+    for name, tensor in names.items():
+        others = range(1, num_ranks if is_share(tensor) else 1)
+        found |= {name_on(rank, name): name_on(rank, tensor) for rank in others}
+    return found
 
 
 def _cache(cache: KvCacheSpec, num_ranks: int) -> KvCacheSpec:

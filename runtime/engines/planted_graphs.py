@@ -114,6 +114,8 @@ def _base(weights: Recipe, graph: PlanGraph, codes: Codes) -> Mapping[str, Rows]
 def _medusa(weights: Recipe, graph: PlanGraph, codes: Codes) -> Mapping[str, Rows]:
     found = {}
     for head in range(len(graph.outputs)):
+        if medusa_logits(head) not in graph.outputs:  # beside them a rank puts out its shares
+            break
         likeliest, second = head_tokens(weights, head)
         name = _writer(graph, medusa_logits(head))
         found[name] = codes.rows((1.0, likeliest), (SECOND, second))

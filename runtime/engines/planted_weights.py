@@ -20,6 +20,7 @@ import torch
 
 from llmctl.builder.engine_format import BASE, EngineConfig, Plan, PlanOp
 from llmctl.errors import CorruptEngine
+from llmctl.plugins.core.shares import is_share
 from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 from llmctl.plugins.ops.packed_linear.layout import pack
 from llmctl.plugins.schemes.scheme import Form, packing_of
@@ -67,8 +68,8 @@ def generate_weights(
         for role, weight in op.inputs.items():
             if weight in missing:
                 missing.discard(weight)
-                is_whole = op.op in _EMBEDDINGS or name != BASE  # as draft heads are
-                chosen = generator if is_whole else own
+                is_own = op.op not in _EMBEDDINGS if name == BASE else _has_share(op)
+                chosen = own if is_own else generator
                 _fill_for(op, role, chosen, plan, is_inert)(weights[weight])
     assert not missing, f"no operator reads {sorted(missing)[:3]}"
     if recipe["load_format"] == "planted":
@@ -107,9 +108,14 @@ def _fill_for(
 
 
 def _written_by(tensor: str, plan: Plan) -> PlanOp:
-    """The operator of the base graph that writes a tensor."""
-    (op,) = [op for op in plan.ops if tensor in op.outputs.values()]
-    return op
+    """The operator that writes a tensor."""
+    ops = (op for graph in plan.graphs.values() for op in graph.ops)
+    return next(op for op in ops if tensor in op.outputs.values())
+
+
+def _has_share(op: PlanOp) -> bool:
+    """Whether each rank has some of the rows of a product."""
+    return is_share(op.outputs.get("out", ""))
 
 
 def _inner(op: PlanOp, plan: Plan) -> int:
@@ -171,8 +177,9 @@ def _plant(
             if op.name not in planted:
                 continue
             product, rows_of = op, planted[op.name]
-            if op.op == "all_gather":  # of what each rank's product has a share of the rows
+            if op.op == "all_gather":
                 product = _written_by(op.inputs["x"], plan)
+            if _has_share(product):
                 share = weights[product.inputs["weight"]].shape[0] * TILE_ROWS
                 rows_of = partial(_rows_from, rows_of, rank * share)
             _write_rows(product, plan, weights, rows_of)

@@ -112,7 +112,7 @@ def _execute(channel: Channel, ranks: Ranks, engines: Mapping[str, Any]) -> NoRe
     freezing.freeze()  # as rank 0 does: it would wait for a full garbage collection here
     while True:
         command = decode(ranks.read)
-        getattr(engines[command.engine], command.call)(command.argument)
+        command.make(engines)
         if command.call in ANSWERED:
             channel.send({"done": command.call})
 

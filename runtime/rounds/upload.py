@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from llmctl.builder.engine_format import Plan
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.device_loop.state import RoundState
-from llmctl.plugins.device_loop.tree_kernel import MOST_RANKS, num_keys
+from llmctl.plugins.device_loop.tree_kernel import MOST_RANKS, num_chunks, num_keys
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.lookahead.arrays import LookaheadSizes, lookahead_bytes
+from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from llmctl.plugins.ops.sampling.kernel import has_filter, is_wide
 from llmctl.plugins.ops.sampling.spec import MAX_TOP_K
 from llmctl.plugins.ops.tree_growth.arrays import growth_bytes
@@ -135,7 +136,10 @@ def tree_bytes(
     arrays += [getattr(trees.sampling, name) for name in trees.sampling.__slots__]
     widths = {tensor.name: tensor.shape[-1] for tensor in plan.tensors}
     outputs = [name for graph in plan.heads.values() for name in graph.outputs.values()]
-    keys = sum(num_keys(max_batch_size, int(widths[name]), MOST_RANKS) for name in outputs)
+    chunks = [num_chunks(int(widths[name])) for name in outputs]
+    if plan.head_shares is not None:
+        chunks = [max(each, rank_offers.num_chunks(*plan.head_shares)) for each in chunks]
+    keys = sum(num_keys(max_batch_size, each, MOST_RANKS) for each in chunks)
     num_bytes = sum(int(array.nbytes) for array in arrays)
     if lookahead is not None:
         num_bytes += lookahead_bytes(lookahead, max_batch_size, max_draft_len)

@@ -14,6 +14,7 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
+    Launch,
     LaunchEnv,
     Peers,
     StepLimits,
@@ -25,6 +26,7 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.operators import operator_module
 from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
 from llmctl.plugins.ops.rank_draw import kernel as rank_draw
+from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from llmctl.plugins.ops.sampling import kernel as sampling
 from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingArrays, SamplingScratch
 
@@ -56,6 +58,8 @@ class ExchangingRank:
         shape = StepShape(rows, 1, rows, rows, rows)
         if "best" in call.outputs:  # of the logits that the call would gather
             launches = [rank_argmax.launch(call, env, call.outputs["best"], rows)]
+        elif "listed" in call.outputs:  # as what a beam search reads
+            launches = [self._listing(call, rows)]
         elif "drawn" in call.outputs:
             launches = rank_draw.launches(call, self.peers, *self._drawing(call, "drawn", rows))
         else:
@@ -73,6 +77,13 @@ class ExchangingRank:
                 each(stream)
 
         return run
+
+    def _listing(self, call: OpCall, rows: int) -> Launch:
+        """The likeliest ids of each chunk, as many as there is room for."""
+        x, keys = call.inputs["x"], call.outputs["listed"]
+        logits = rank_offers.SharedLogits.of([x], call.outputs["out"].shape[1], self.ranks)
+        given = (keys.view(1, -1), call.outputs["sums"], rows, keys.shape[2])
+        return rank_offers.launch(logits, self.peers, *given)
 
     def _drawing(self, call: OpCall, role: str, rows: int) -> Draws:
         """Where tokens go, and how: every row is a request of its own, without filters."""

@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 from llmctl.builder.config import BuildRequest
-from llmctl.builder.ranks import local_kv_heads, vocabulary_share
+from llmctl.builder.ranks import local_kv_heads, row_share
 from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from scripts.bench.layers_support import CONTEXT, Model
 from scripts.bench.rows import weight_bytes
@@ -32,7 +32,7 @@ def slice_of(shape: Shape, ranks: int) -> Shape:
         intermediate=shape.intermediate // ranks,
         heads=shape.heads // ranks,
         kv_heads=local_kv_heads(shape.kv_heads, ranks),
-        vocab=vocabulary_share(shape.vocab, ranks),
+        vocab=row_share(shape.vocab, ranks),
         bos=0,
         eos=(1,),
     )

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from llmctl.builder.planted import STANDARD_ACCEPTANCE
-from llmctl.builder.ranks import local_kv_heads, vocabulary_share
+from llmctl.builder.ranks import local_kv_heads, row_share
 from llmctl.cli.gpus import GPUS, effective_read_bytes_s
 from llmctl.cli.rank_speed import Meeting, RankStep, head_meeting, rank_time
 from llmctl.plugins.core.op_rules import RANK_COUNTS
@@ -92,7 +92,7 @@ def read_bytes(shape: Shape, ranks: int) -> int:
 
 def head_rows(shape: Shape, ranks: int) -> int:
     """Rows of the output projection on a rank."""
-    return shape.vocab if ranks == 1 else vocabulary_share(shape.vocab, ranks)
+    return shape.vocab if ranks == 1 else row_share(shape.vocab, ranks)
 
 
 def weight_bytes(shape: Shape, ranks: int) -> int:

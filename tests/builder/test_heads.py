@@ -95,24 +95,26 @@ def test_heads_compute_what_torch_does(make, build_engine, opened, tied):
     assert torch.equal(logits, plain.output("logits")[:9]), "heads change no number"
 
     chosen = [8, 2, 2]
-    found = engine.run_head("medusa", pack_rows(9, chosen), {})
+    found = engine.run_head("medusa", pack_rows(9, chosen))
     close(found["logits"], heads.medusa(hidden[chosen]))
 
     state, tokens = hidden[[8, 2]], ([5, 7], [130, 0])
-    first = engine.run_head("recurrent", of_tokens(tokens[0], [0, 1]), {"state": state})
+    engine.give_rows("recurrent", "state", [state], np.arange(2))
+    first = engine.run_head("recurrent", of_tokens(tokens[0], [0, 1]))
     wanted, after = heads.recurrent(tokens[0], state)
     close(first["state"], wanted)
     close(first["logits"], after)
     kept = first["state"].clone()
-    engine.run_head("medusa", pack_rows(9, [0]), {})
+    engine.run_head("medusa", pack_rows(9, [0]))
     assert torch.equal(first["state"], kept), "one head leaves alone what another one computed"
-    second = engine.run_head("recurrent", of_tokens(tokens[1], [1]), {"state": kept})
+    engine.hand_on("recurrent", "recurrent", 2)
+    second = engine.run_head("recurrent", of_tokens(tokens[1], [1]))
     wanted, after = heads.recurrent(tokens[1], wanted)
     close(second["state"], wanted)
     close(second["logits"], after[1:])
     assert torch.equal(engine.output("logits")[:9], logits), "what the base computed is there"
     assert torch.equal(engine.output("hidden")[:9], hidden)
-    close(engine.run_head("medusa", pack_rows(9, [4]), {})["logits"], heads.medusa(hidden[[4]]))
+    close(engine.run_head("medusa", pack_rows(9, [4]))["logits"], heads.medusa(hidden[[4]]))
 
 
 def stored(plan: Plan) -> set[str]:
@@ -229,7 +231,7 @@ def test_what_cannot_be_is_refused(make, build_engine):
     engine = open_cpu_engine(build_engine(checkpoint, speculative_decoding_mode=MODE, **LIMITS))
     engine.allocate_kv_cache(2)
     with pytest.raises(Unsupported, match=r"without the head 'eagle'; it has medusa, recurrent"):
-        engine.run_head("eagle", pack_rows(1, [0]), {})
+        engine.run_head("eagle", pack_rows(1, [0]))
     request = BuildRequest(speculative_decoding_mode=MODE, **LIMITS)
     with pytest.raises(Unsupported, match=r"head medusa, head recurrent, hidden.*tensorrt-rtx"):
         plan_build(checkpoint, replace(request, dtype="bfloat16"), backend="tensorrt-rtx")

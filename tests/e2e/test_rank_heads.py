@@ -1,4 +1,5 @@
-"""Targets of two ranks with draft heads, which rank 0 runs: the text of one rank without heads."""
+"""Targets of two ranks with draft heads, which both compute: the text of one rank without heads,
+and the drafts of one rank with them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from support.e2e import DemoPair, Outputs, run_all
 
+from llmctl.plugins.core.shares import is_share
 from llmctl.runtime.drafting.eagle.method import Eagle
 from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
@@ -28,19 +30,19 @@ OPTIONS = {
     "redrafter": ("--redrafter-num-beams", 3, "--redrafter-draft-len-per-beam", 3),
     "eagle": ("--max-draft-len", 4),
 }
-Build = Callable[[str], Path]
+Build = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def build(demo: DemoPair, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The demo target in two ranks with its heads of a mode, or on one without."""
+    """The demo target in so many ranks with its heads of a mode, or without."""
     folder = tmp_path_factory.mktemp("rank-heads")
 
-    def made(mode: str) -> Path:
-        engine = folder / (mode or "plain")
+    def made(mode: str, ranks: int = 2) -> Path:
+        engine = folder / f"{mode}-{ranks}"
         words: list[object] = ["--max-draft-len", 4]
         if mode:
-            words = ["--speculative-decoding-mode", mode, "--tp-size", 2, *OPTIONS[mode],
+            words = ["--speculative-decoding-mode", mode, "--tp-size", ranks, *OPTIONS[mode],
                      "--draft-model-dir", demo.examples / f"demo-{mode}"]  # fmt: skip
         if not engine.exists():
             demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir",
@@ -51,40 +53,73 @@ def build(demo: DemoPair, tmp_path_factory: pytest.TempPathFactory) -> Build:
     return made
 
 
-def texts(engine: Path, method: DraftMethod, requests: list[Request]) -> tuple[Outputs, int]:
-    """(what they answer, together; accepted drafts)."""
+def texts(
+    engine: Path, method: DraftMethod, requests: list[Request]
+) -> tuple[Outputs, tuple[int, int]]:
+    """(what they answer, together; drafts and accepted ones, of each request alone)."""
     engines = OpenEngines(check_engines(EngineOptions(engine, method, max_num_tokens=256)))
     try:
         with engines.executor() as executor:
             found = run_all(executor, requests)
-            assert run_all(executor, requests[:6]) == found[:6], "again, from a warm cache"
-            return found, executor.get_speculation_stats().accepted_tokens
+            before = executor.get_speculation_stats()
+            alone = [run_all(executor, [request])[0] for request in requests[:12]]
+            assert alone == found[:12], "again, from a warm cache"
+            stats = executor.get_speculation_stats()
     finally:
         engines.close()
+    drafts = stats.draft_tokens - before.draft_tokens
+    return found, (drafts, stats.accepted_tokens - before.accepted_tokens)
 
 
 @pytest.fixture(scope="module")
 def wanted(build: Build, requests: list[Request]) -> Outputs:
-    return texts(build(""), PlainDecoding(), requests)[0]
+    return texts(build("", 1), PlainDecoding(), requests)[0]
 
 
 @pytest.mark.parametrize("mode", METHODS)
-def test_heads_beside_two_ranks_change_no_token(
+def test_heads_beside_two_ranks_draft_as_on_one_and_change_no_token(
     build: Build, requests: list[Request], wanted: Outputs, mode: str
 ) -> None:
-    """Greedy, seeded and penalized, together; of engines with one text for every number of
-    ranks."""
-    found, accepted = texts(build(mode), METHODS[mode], requests)
-    assert found == wanted and accepted > 100
+    """Greedy, seeded and penalized, together; of engines with one text for every number of ranks,
+    whose hidden rows, and so drafts, are the same, too."""
+    one = texts(build(mode, 1), METHODS[mode], requests)
+    assert one[0] == wanted and one[1][1] > 40
+    assert texts(build(mode), METHODS[mode], requests) == one
 
 
 @pytest.mark.parametrize("mode", METHODS)
-def test_every_rank_has_the_heads_whole(build: Build, mode: str) -> None:
-    """The same bytes on both, also of what the base graph has a share of."""
+def test_ranks_have_rows_of_heads_that_do_not_attend(build: Build, mode: str) -> None:
+    """Side by side they are those of one rank; what is no product, and EAGLE's head, is whole on
+    both."""
+    whole, wanted = open_with_tables(build(mode, 1))
     (plan, first), (other, second) = (open_with_tables(build(mode), rank) for rank in range(2))
     assert plan == other and plan.heads
-    for graph in plan.heads.values():
-        assert not any("ranks" in op.attributes for op in graph.ops)
+    for name, graph in plan.heads.items():
+        products = {op.name: op for op in whole.heads[name].ops}
+        assert graph.is_over_ranks == (mode != "eagle")
         for op in graph.ops:
-            for name in set(op.inputs.values()) & set(first):
-                assert torch.equal(first[name], second[name]), name
+            for role, tensor in op.inputs.items():
+                if tensor not in first:
+                    continue
+                parts = [own[tensor].view(torch.uint8) for own in (first, second)]
+                if is_share(op.outputs.get("out", "")):
+                    one = wanted[products[op.name].inputs[role]].view(torch.uint8)
+                    found = torch.cat(parts)
+                    assert torch.equal(found[: len(one)], one) and not found[len(one) :].any()
+                else:
+                    assert torch.equal(*parts), tensor
+
+
+@pytest.mark.parametrize("mode", ["medusa", "redrafter"])
+def test_a_rank_that_did_not_get_its_share_would_draft_otherwise(build: Build, mode: str) -> None:
+    """Ranks differ in what they have of every product: the tests above would see it."""
+    plan, first = open_with_tables(build(mode), 0)
+    _, second = open_with_tables(build(mode), 1)
+    shared = [
+        op.inputs["weight"]
+        for graph in plan.heads.values()
+        for op in graph.ops
+        if is_share(op.outputs.get("out", "")) and "weight" in op.inputs
+    ]
+    assert len(set(shared)) >= 4
+    assert not any(torch.equal(first[name], second[name]) for name in shared)

@@ -20,8 +20,11 @@ from support.gpu_ranks import TOGETHER, RankEngines
 from llmctl.builder.engine_format import read_engine_config
 from llmctl.errors import NoDevice
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
+from llmctl.runtime.drafting.medusa.method import Medusa
+from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.engines.planted_text import planted_text
 from llmctl.runtime.open import EngineOptions, check_engines
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
@@ -122,6 +125,34 @@ def test_a_draft_of_as_many_ranks_changes_no_token(
     engine, method = built.demo("target"), DraftEngine(built.demo("draft"), DRAFT_LEN)
     stats = run_in_every_company(engine, method, requests, plain_together(engine), **TOGETHER)
     assert stats.accepted_tokens > 50 and rounds.ahead > 10
+
+
+HEADS: dict[str, tuple[DraftMethod, tuple[object, ...]]] = {
+    "medusa": (Medusa(draft_len=15), ()),
+    "redrafter": (
+        RecurrentDrafting(None, 3),
+        ("--redrafter-num-beams", 3, "--redrafter-draft-len-per-beam", 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", HEADS)
+def test_shares_of_heads_change_no_token(
+    built: RankEngines,
+    requests: list[Request],
+    plain_together: Callable[[Path], Outputs],
+    device_requests: list[int],
+    rounds: CountedRounds,
+    mode: str,
+) -> None:
+    """Each rank's rows of every product, gathered. Rounds are led by the device, and between them
+    steps by the host."""
+    method, options = HEADS[mode]
+    wanted, before = plain_together(built.demo("target")), rounds.ahead
+    engine = built.headed(mode, *options)
+    stats = run_in_every_company(engine, method, requests, wanted, **TOGETHER)
+    assert stats.accepted_tokens > 50 and rounds.ahead > before + 10
+    run_chosen(engine, method, requests, wanted, device_requests, **TOGETHER)
 
 
 @pytest.mark.parametrize(

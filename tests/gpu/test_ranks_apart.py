@@ -128,8 +128,8 @@ def test_heads_beside_ranks_change_no_token(
     rounds: CountedRounds,
     mode: str,
 ) -> None:
-    """Every rank has them whole; rounds are led by the devices, those of EAGLE heads by the
-    host."""
+    """Ranks share them, but for those of EAGLE; rounds are led by the devices, those of EAGLE heads
+    by the host."""
     method, options = HEADS[mode]
     wanted, before = plain_together(built.demo("target")), rounds.ahead
     engine = built.headed(mode, *options)

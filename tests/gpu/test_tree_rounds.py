@@ -76,7 +76,7 @@ def test_trees_are_filled_with_the_likeliest_tokens(vocab: int) -> None:
         wanted = RoundState.allocate(batch, draft_len, "cpu")
         reference.fill_tree(logits, heads, ranks, wanted, batch, draft_len)
         found = RoundState.allocate(batch, draft_len, "cuda")
-        size = kernel.num_keys(batch, vocab, count)
+        size = kernel.num_keys(batch, kernel.num_chunks(vocab), count)
         keys = torch.full((num_heads, size), -7, dtype=torch.int64, device="cuda")
         rows = kernel.HeadLogits.of([head.cuda() for head in logits])
         nodes = kernel.StaticNodes(heads.cuda(), ranks.cuda())

@@ -29,6 +29,9 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import OpCall, StepInputs, Trees
 from llmctl.plugins.ops.kv_compact.reference import compact
+from llmctl.plugins.ops.rank_argmax.chunks import PEER_CHUNK
+from llmctl.plugins.ops.rank_offers.kernel import SharedLogits
+from llmctl.plugins.ops.rank_offers.reference import list_shares
 from llmctl.plugins.ops.sampling import kernel
 from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 from llmctl.plugins.ops.sampling.spec import SamplingRow
@@ -57,19 +60,43 @@ class FakeProgram:
         program: Any = None,
         *,
         has_peers: bool = False,
+        make: Callable[..., Any] = CpuProgram,
     ) -> None:
-        """program: what computes; None: the compiled kernels."""
-        self.limits, self.has_peers = limits, has_peers
+        """program: what computes; None: what `make` makes, as of other calls: the compiled
+        kernels."""
+        self.limits, self.has_peers, self._make = limits, has_peers, make
         ops = {call.op for call in calls}
         self._has_cache, self._continues = "paged_attention" in ops, "recurrence" in ops
         self.shapes: list[StepShape] = []  # as enqueued
         self.step = stale_step(limits)
-        self._program = program or CpuProgram(calls, row_inputs)
+        self._program = program or make(calls, row_inputs)
 
     def beside(
         self, calls: list[OpCall], row_inputs: Sequence[torch.Tensor], kv_dtype: str = ""
     ) -> FakeProgram:
-        return FakeProgram(calls, self.limits, row_inputs)
+        peers = {"has_peers": self.has_peers, "make": self._make}
+        return FakeProgram(calls, self.limits, row_inputs, **peers)
+
+    def offers(
+        self,
+        logits: SharedLogits,
+        keys: torch.Tensor,
+        sums: torch.Tensor | None,
+        rows: int,
+        count: int,
+    ) -> Callable[[], None]:
+        """The same, of what the kernel of ranks would list."""
+
+        def store() -> None:
+            stride = keys.numel() // len(logits.tensors)
+            for head, share in enumerate(logits.tensors):
+                shares = [part[:rows] for part in self._program.parts_of(share, logits.ranks)]
+                found, own = list_shares(shares, logits.vocab, count, PEER_CHUNK)
+                keys.view(-1)[head * stride :][: found.numel()] = found.flatten()
+                if sums is not None:
+                    sums.view(-1)[: own.numel()] = own.flatten()
+
+        return store
 
     def best_ids(
         self, out: torch.Tensor, rows: int, *, stride: int = 1, offset: int = 0

@@ -58,11 +58,11 @@ def computed(engine: Engine, ids: list[int]) -> list[np.ndarray]:
         engine.run(step)
         features = [engine.output(tap) for tap in taps]
         engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, features, np.arange(step.num_tokens))
-        found = engine.run_head(EAGLE_EXTEND, shifted, {})
+        found = engine.run_head(EAGLE_EXTEND, shifted)
         host(found)
         for place in range(end, end + 3):
             token, at = np.array([ids[place + 1]], np.int32), np.array([place], np.int32)
             engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [found[EAGLE_STATE]], np.array([0]))
-            found = engine.run_head(EAGLE_NEXT, pack_next(token, at, own[0].block_tables, size), {})
+            found = engine.run_head(EAGLE_NEXT, pack_next(token, at, own[0].block_tables, size))
             host(found)
     return values

@@ -23,6 +23,7 @@ from llmctl.publish import write_cached
 
 EXCHANGE, NORM = "ops/all_reduce/peers.cu", "fused/all_reduce_norm/peers.cu"
 BEST, DRAWS = "ops/rank_argmax/peers.cu", "ops/rank_draw/peers.cu"
+OFFERS = "ops/rank_offers/peers.cu"
 MEETING = "ops/all_reduce/meeting.cuh"
 EPILOGUE = "ops/packed_linear/epilogue_values.cuh"
 PRODUCT = "the epilogue of products that hand their sums on"
@@ -38,6 +39,7 @@ _PTX = {  # functions of the sources, in C++
     "put": "store_words(to, x);",
     "look": "std::this_thread::yield(); return load_words(at);",
     "send_part": "send_to_block(address, barrier, x);",
+    "exp2_approx": "return std::exp2(x);",
 }
 _PARAMETERS = re.compile(
     r'extern "C" __global__ void __launch_bounds__\(THREADS\)\s+(\w+)\(([^)]*)\)'
@@ -85,7 +87,8 @@ def as_cpp(source: str) -> str:
     for name, body in _PTX.items():
         pattern = rf"(DEVICE [\w ]+\b{name}\([^)]*\) {{\n).*?\n}}\n"
         text, count = re.subn(pattern, rf"\1  {body}\n}}\n", text, flags=re.DOTALL)
-        wanted = {"put": 3, "look": 2, "send_part": int(source == NORM)}.get(name, 1)
+        in_some = {"send_part": int(source == NORM), "exp2_approx": int(source == OFFERS)}
+        wanted = {"put": 3, "look": 2, **in_some}.get(name, 1)
         assert count == wanted, name
     assert "asm" not in text, "PTX without a counterpart"
     found = _PARAMETERS.search(text)

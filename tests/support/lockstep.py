@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from llmctl.builder.engine_format import Plan, read_engine_config
@@ -19,7 +20,7 @@ from llmctl.plugins.ops.all_gather.reference import gather_ranks
 from llmctl.plugins.ops.all_reduce.reference import reduce_ranks
 from llmctl.plugins.ops.rank_argmax.reference import argmax_ranks
 from llmctl.runtime.engines.cuda_engine import CudaEngine
-from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on
+from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on, rank_stride
 from llmctl.runtime.engines.rotary_tables import open_with_tables
 from support.cuda import FakeCapture, FakeProgram
 
@@ -29,35 +30,44 @@ OF_RANKS = ("all_reduce", "all_reduce_norm", "all_gather")
 class InLockstep:
     """The calls of a plan of all ranks; `make` makes the program of a call that is one rank's."""
 
-    def __init__(self, calls: Sequence[OpCall], parts: Parts, make: Callable[..., Any]) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        calls: Sequence[OpCall],
+        parts: Parts,
+        make: Callable[..., Any],
+        row_inputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.parts_of = parts
         self._calls = [
             (call, extent, None if call.op in OF_RANKS else _one(call, extent, make))
-            for call, extent in zip(calls, row_extents(calls), strict=True)
+            for call, extent in zip(calls, row_extents(calls, row_inputs=row_inputs), strict=True)
         ]
 
     def run(self, step: StepInputs, kv_cache: torch.Tensor) -> None:
         alone = replace(step, best_only=False)  # of operators that know nothing of ranks
+        own = alone
+        if any(call.op == "recurrence" for call, _, _ in self._calls):  # which alone continues rows
+            own = replace(alone, logit_rows=np.arange(step.num_rows, dtype=np.int32))
         for call, extent, program in self._calls:
             if program is not None:
-                program.run(alone, kv_cache)
+                program.run(alone if call.op == "recurrence" else own, kv_cache)
                 continue
             rows = step.num_tokens if extent == "tokens" else step.num_rows
-            parts = self._parts(call.inputs["x"], int(call.attributes["ranks"]))
-            own = [part[:rows] for part in parts]
+            parts = self.parts_of(call.inputs["x"], int(call.attributes["ranks"]))
+            given = [part[:rows] for part in parts]
             if call.op == "all_reduce":
-                reduce_ranks(own, call.inputs, call.outputs)
+                reduce_ranks(given, call.inputs, call.outputs)
             elif call.op == "all_reduce_norm":
                 epsilon = float(call.attributes["epsilon"])
-                reduce_and_normalize(own, call.inputs, call.outputs, epsilon)
-            elif step.best_only:
+                reduce_and_normalize(given, call.inputs, call.outputs, epsilon)
+            elif step.best_only and "to_all" not in call.attributes:
                 out = call.outputs["out"]
-                self._best = argmax_ranks(own, out.shape[1])
-                gather_ranks(own, {"out": out})
+                self._best = argmax_ranks(given, out.shape[1])
+                gather_ranks(given, {"out": out})
                 self._shared = out.clone()
                 out.fill_(torch.nan)  # nobody reads it
             else:
-                gather_ranks(own, call.outputs)
+                gather_ranks(given, call.outputs)
 
     def best_ids(self, rows: int) -> torch.Tensor:
         """Of the last step."""
@@ -88,9 +98,11 @@ def open_in_lockstep(
     }
 
     def make_program(calls: list[OpCall], limits: StepLimits) -> FakeProgram:
-        parts = lockstep_parts(plans[0], len(plans), calls)
-        return FakeProgram(
-            calls, limits, program=InLockstep(calls, parts, CpuProgram), has_peers=has_peers
-        )
+        parts = lockstep_parts(rank_stride(plans[0]))
+
+        def made(calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor] = ()) -> InLockstep:
+            return InLockstep(calls, parts, CpuProgram, row_inputs)
+
+        return FakeProgram(calls, limits, has_peers=has_peers, make=made)
 
     return CudaEngine(config, lockstep_plan(plans), weights, make_program, queue, capture), capture

@@ -69,7 +69,12 @@ class DeviceEngine(OnDevice, HeadedEngine):
     def head_output(self, name: str, output: str) -> torch.Tensor:
         return self.head_logits[int(output.rpartition(".")[2])]
 
-    def enqueue_head(self, name: str, num_rows: int) -> None:
+    def shared_logits(self, name: str, outputs: list[str]) -> None:
+        """It has one rank."""
+
+    def enqueue_head(self, name: str, num_rows: int, *, are_listed: bool) -> None:
+        assert not are_listed
+
         def run() -> None:
             rows = self.head_rows[:num_rows].numpy()
             if not len(self.row_tokens):  # of padding alone

@@ -24,7 +24,7 @@ class OtherRank:
             return call()
         self.calls.append(command.call)
         heard = decode(io.BytesIO(encode(command)).read)
-        getattr(self.executes[heard.engine], heard.call)(heard.argument)
+        heard.make(self.executes)
         self._is_leading = True
         try:
             return call()

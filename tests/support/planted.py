@@ -9,8 +9,10 @@ import torch
 
 from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_format import Plan
 from llmctl.builder.planted import LoadFormat
 from llmctl.runtime.engines.engine import bind_plan
+from llmctl.runtime.engines.lockstep import lockstep_plan, name_on
 from llmctl.runtime.engines.planted_weights import generate_weights
 from llmctl.runtime.engines.rotary_tables import fill_rotary_tables
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
@@ -40,12 +42,29 @@ def plan(
     )
 
 
+def in_lockstep(engine: EnginePlan) -> tuple[Plan, dict[str, torch.Tensor]]:
+    """The plan of all ranks, and its tensors."""
+    ranks = range(engine.config.num_ranks)
+    weights = {
+        name_on(rank, name): tensor
+        for rank in ranks
+        for name, tensor in _weights(engine, rank).items()
+    }
+    plan = lockstep_plan([engine.plan for _ in ranks])
+    return plan, bind_plan(plan, weights, torch.zeros(plan.arena_bytes, dtype=torch.uint8))
+
+
 def generated(engine: EnginePlan, rank: int = 0) -> dict[str, torch.Tensor]:
     """All tensors of the plan, weights and activations, of a rank."""
+    arena = torch.zeros(engine.plan.arena_bytes, dtype=torch.uint8)
+    return bind_plan(engine.plan, _weights(engine, rank), arena)
+
+
+def _weights(engine: EnginePlan, rank: int) -> dict[str, torch.Tensor]:
     weights = {}
     for tensor in (t for t in engine.plan.tensors if t.kind == "weight"):
         found = torch.zeros(tuple(map(int, tensor.shape)), dtype=getattr(torch, tensor.dtype))
         weights[tensor.name] = found
     fill_rotary_tables(engine.plan, weights)
     generate_weights(engine.config, engine.plan, weights, rank)
-    return bind_plan(engine.plan, weights, torch.zeros(engine.plan.arena_bytes, dtype=torch.uint8))
+    return weights

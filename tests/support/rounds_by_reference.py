@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.device_loop import pairs_reference, reference, tree_kernel, tree_reference
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.ops.sampling.arrays import SamplingScratch
@@ -49,7 +50,11 @@ def trees_by_reference() -> SimpleNamespace:
         *sizes: int,
     ) -> Callable[[], None]:
         def fill() -> None:
+            if not listed:  # ranks listed them together: the kernel reads that
+                run_launches([tree_kernel.fill_tree(keys, nodes, state, batch, draft_len, *sizes)])
+                return
             tree_reference.fill_tree(listed, nodes.heads, nodes.ranks, state, batch, draft_len)
+            listed.clear()
 
         return fill
 
@@ -58,6 +63,7 @@ def trees_by_reference() -> SimpleNamespace:
         list_top=list_top,
         fill_tree=fill_tree,
         num_keys=tree_kernel.num_keys,
+        num_chunks=tree_kernel.num_chunks,
         StaticNodes=tree_kernel.StaticNodes,
         HeadLogits=tree_kernel.HeadLogits,
     )

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from llmctl.builder.heads.medusa.tree import GRAPH, TOP_K, logits_name
 from llmctl.builder.plan import Plan
 from llmctl.builder.validation.errors import wrong
-from llmctl.builder.validation.head_forms import HeadCheck, Tensors, require_forms
+from llmctl.builder.validation.head_forms import (
+    HeadCheck,
+    Tensors,
+    logits_forms,
+    require_forms,
+)
 from llmctl.builder.validation.strict_json import MOST
 
 if TYPE_CHECKING:
@@ -53,11 +58,13 @@ def check_plan(config: EngineConfig, plan: Plan, tensors: Tensors) -> None:
     if dict(graph.inputs) != {"hidden": plan.outputs.get("hidden")}:
         raise wrong(f"head {GRAPH!r} reads {dict(graph.inputs)}; the output 'hidden' is wanted")
     names = {logits_name(head) for head in range(facts["num_heads"])}
-    if set(graph.outputs) != names:
+    wanted = {
+        k: form for name in names for k, form in logits_forms(name, "requests", config).items()
+    }
+    if set(graph.outputs) != set(wanted):
         found = ", ".join(sorted(graph.outputs)[:8])
         raise wrong(f"head {GRAPH!r} gives {found}; config.json says {facts['num_heads']} heads")
-    wanted = ("requests", config.pretrained_config["vocab_size"], "float32")
-    require_forms(GRAPH, "output", graph.outputs, dict.fromkeys(names, wanted), tensors)
+    require_forms(GRAPH, "output", graph.outputs, wanted, tensors)
 
 
 CHECK = HeadCheck(find_wrong, check_plan)

@@ -15,8 +15,15 @@ from llmctl.builder.heads.redrafter.names import (
     RECURRENCES,
 )
 from llmctl.builder.plan import Plan
+from llmctl.builder.ranks import divides_rows
 from llmctl.builder.validation.errors import wrong
-from llmctl.builder.validation.head_forms import Form, HeadCheck, Tensors, require_forms
+from llmctl.builder.validation.head_forms import (
+    Form,
+    HeadCheck,
+    Tensors,
+    logits_forms,
+    require_forms,
+)
 from llmctl.builder.validation.strict_json import MOST
 
 if TYPE_CHECKING:
@@ -60,10 +67,14 @@ def check_plan(config: EngineConfig, plan: Plan, tensors: Tensors) -> None:
         raise wrong(f"config.json has a ReDrafter head; the plan has {sorted(plan.heads)}")
     model = config.pretrained_config
     dtype, width = model["dtype"], model["hidden_size"]
+    ranks = config.build_config["tp_size"]
+    has_products = config.build_config["draft_heads"]["recurrence"] != "sum"
+    is_shared = has_products and divides_rows(width, ranks)
     for graph, rows in ((FIRST, "requests"), (NEXT, "beams")):
         head = plan.heads[graph]
-        states: dict[str, Form] = {CONTEXT: (rows, 2 * width, dtype), CARRY: (rows, width, dtype)}
-        outputs = {**states, "logits": (rows, model["vocab_size"], "float32")}
+        carried = width // ranks if is_shared else width  # a rank's rows of a product
+        states: dict[str, Form] = {CONTEXT: (rows, 2 * width, dtype), CARRY: (rows, carried, dtype)}
+        outputs = {**states, **logits_forms("logits", rows, config)}
         if set(head.outputs) != set(outputs):
             raise wrong(f"head {graph!r} gives {', '.join(sorted(head.outputs)[:8])}")
         require_forms(graph, "output", head.outputs, outputs, tensors)

@@ -52,9 +52,9 @@ int check_op(const Op& op, const Ranks* ranks) {
         return fail(kUnsupported, "an operator over %lld ranks where %lld run",
                     (long long)op.integers[0], (long long)count);
       }
-      if (t[0].shape[1] * 4 > kSlotBytes) {
+      if (t[0].shape[1] * dtype_bytes(t[0].dtype) > kSlotBytes) {
         return fail(kUnsupported, "rows of %lld numbers over ranks; the limit is %lld",
-                    (long long)t[0].shape[1], (long long)kSlotBytes / 4);
+                    (long long)t[0].shape[1], (long long)(kSlotBytes / dtype_bytes(t[0].dtype)));
       }
       return kDone;
     }
@@ -117,7 +117,10 @@ int check_step(const Program& program, const Step& step) {
                  (long long)t[0].shape[0]);
     }
     if (op.kind == kRecurrence) {
-      bad = check_range("logit_rows", step.logit_rows, step.num_rows, t[1].shape[0]);
+      for (int role = 1; role <= 2 && bad == kDone; ++role) {  // what is continued, if anything is
+        if (t[role].data == nullptr) continue;
+        bad = check_range("logit_rows", step.logit_rows, step.num_rows, t[role].shape[0]);
+      }
       if (bad == kDone && needed > step.num_rows) {
         bad = fail(kBadStep, "%lld rows continue %d", (long long)needed, step.num_rows);
       }
@@ -126,7 +129,7 @@ int check_step(const Program& program, const Step& step) {
       bad = fail(kBadStep, "%lld rows in the step are joined with %lld", (long long)needed,
                  (long long)t[1].shape[0]);
     }
-    if (bad == kDone && op.kind == kAllGather && step.best_ids != nullptr &&
+    if (bad == kDone && op.kind == kAllGather && step.best_ids != nullptr && !op.integers[1] &&
         (!op.uses_rows || program.ranks == nullptr)) {
       bad = fail(kBadStep, "best ids of logits that no other rank has parts of");
     }

@@ -48,6 +48,8 @@ from llmctl.plugins.core.operators import check_call, operator_module
 from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, open_chains, serves
 from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
 from llmctl.plugins.ops.rank_draw import kernel as rank_draw
+from llmctl.plugins.ops.rank_offers import kernel as rank_offers
+from llmctl.plugins.ops.rank_offers.kernel import SharedLogits
 from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
@@ -132,7 +134,8 @@ class CudaProgram:
         and has arrays of a step for itself. It runs on this program's stream. kv_dtype: of its KV
         cache, if it is not this program's."""
         limits = replace(self.limits, kv_dtype=kv_dtype) if kv_dtype else self.limits
-        return CudaProgram(calls, self._kernels, limits, row_inputs=row_inputs)
+        given = calls, self._kernels, limits
+        return CudaProgram(*given, row_inputs=row_inputs, parts=self._parts, peers=self._peers)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Use this cache from now on; captured graphs keep the one they were captured with."""
@@ -221,6 +224,19 @@ class CudaProgram:
         """What gathers the logits of ranks."""
         (call,) = [call for call, _ in self._calls if call.op == "all_gather"]
         return call
+
+    def offers(
+        self,
+        logits: SharedLogits,
+        keys: torch.Tensor,
+        sums: torch.Tensor | None,
+        rows: int,
+        count: int,
+    ) -> Launch:
+        """The likeliest ids of logits of heads that a step left with the ranks, where the program
+        `has_peers`; see `rank_offers.launch`."""
+        assert self._peers is not None, "ranks on one device gather"
+        return rank_offers.launch(logits, self._peers, keys, sums, rows, count)
 
     def parts(self, shape: StepShape) -> list[int]:
         """The calls to launch one by one; a chain is represented by _CHAIN minus its number."""

@@ -1,5 +1,6 @@
-// Logits of all ranks side by side, in rank 0, which alone samples; the others give theirs. Or, of a step that wants
-// no more, the best id of each row: then a rank gives the best of its own.
+// Columns of all ranks side by side: those that other operators read in every rank, and logits in rank 0, which alone
+// samples; the others give theirs. Or, of a step that wants no more of logits, the best id of each row: then a rank
+// gives the best of its own.
 #include "../../backends/cpu/ranks.h"
 #include "../../backends/cpu/rows.h"
 
@@ -58,29 +59,32 @@ static void run_best_ids(const Op& op, const Step& step, Context& context) {
 }
 
 static void run_all_gather(const Op& op, const Step& step, Context& context) {
-  if (step.best_ids != nullptr) return run_best_ids(op, step, context);
+  const bool to_all = op.integers[1] != 0;
+  if (step.best_ids != nullptr && !to_all) return run_best_ids(op, step, context);
   const TensorRef &x = op.tensors[0], &out = op.tensors[1];
-  const int64_t rows = rows_of(op, step), width = x.shape[1], columns = out.shape[1];
-  const auto* own = static_cast<const float*>(x.data);
-  auto* to = static_cast<float*>(out.data);
+  const int64_t rows = rows_of(op, step), bytes = dtype_bytes(x.dtype);
+  const int64_t width = x.shape[1] * bytes, columns = out.shape[1] * bytes;
+  const auto* own = static_cast<const char*>(x.data);
+  auto* to = static_cast<char*>(out.data);
   Ranks* ranks = context.ranks;
-  auto copy = [&](const float* from, int rank, int64_t first, int64_t some) {
+  auto copy = [&](const void* from, int rank, int64_t first, int64_t some) {
     const int64_t column = rank * width, left = columns - column < width ? columns - column : width;
     if (left <= 0) return;
-    each_row(context.pool, some, left, [&](int64_t m, float*) {
-      std::memcpy(to + (first + m) * columns + column, from + m * width, left * 4);
+    each_row(context.pool, some, left / bytes, [&](int64_t m, float*) {
+      std::memcpy(to + (first + m) * columns + column, static_cast<const char*>(from) + m * width, left);
     });
   };
   if (ranks == nullptr) {
     copy(own, 0, 0, rows);
     return;
   }
-  const int64_t most = kSlotBytes / 4 / width;
+  const int64_t most = kSlotBytes / width;
+  const bool is_read = to_all || ranks->rank() == 0;
   for (int64_t first = 0; first < rows; first += most) {
     const int64_t some = rows - first < most ? rows - first : most;
-    std::memcpy(ranks->slot(ranks->rank()), own + first * width, some * width * 4);
+    std::memcpy(ranks->slot(ranks->rank()), own + first * width, some * width);
     ranks->meet();
-    for (int rank = 0; ranks->rank() == 0 && rank < ranks->count(); ++rank) {
+    for (int rank = 0; is_read && rank < ranks->count(); ++rank) {
       copy(ranks->slot(rank), rank, first, some);
     }
     ranks->next();

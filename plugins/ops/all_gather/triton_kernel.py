@@ -49,5 +49,6 @@ def all_gather(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     shares = x0, x1, x2, x3, x4, x5, x6, x7
-    values = gathered(tl.zeros((BLOCK,), tl.float32), shares, row, columns, OWN, WIDTH, RANKS)
+    none = tl.zeros((BLOCK,), out.dtype.element_ty)
+    values = gathered(none, shares, row, columns, OWN, WIDTH, RANKS)
     tl.store(out + row * WIDTH + columns, values, mask=columns < WIDTH)

@@ -1,11 +1,13 @@
 // What ranks with a GPU each exchange: partial sums, which are added, or columns, which are put side by side.
 // meeting.cuh says how; sums are finished with the expressions of reference.py.
 //
-// Macros: RANKS, LEAVES, WIDTH (columns that a rank gives), GATHER (0 | 1), OUT_WIDTH, OUT_TYPE.
+// Macros: RANKS, LEAVES, WIDTH (columns that a rank gives), GATHER (0 | 1), OUT_WIDTH, OUT_TYPE (of what is gathered,
+// too; sums are float32).
 #include "ops/all_reduce/meeting.cuh"
 
 constexpr int THREADS = 256;  // as in peers.py
-static_assert(WIDTH % 4 == 0, "rows are whole vectors");
+constexpr int WORDS = GATHER ? WIDTH * OUT_TYPE::bytes / 4 : WIDTH;  // of 32 bits that a rank gives of a row
+static_assert(WORDS % 4 == 0, "rows are whole vectors");
 
 #if !GATHER
 template <class Type>
@@ -15,8 +17,17 @@ DEVICE float widened(typename Type::Storage x) {
 }
 #endif
 
+#if GATHER
+// The c-th number of a vector.
+template <class Type>
+DEVICE typename Type::Storage item(const u32 (&word)[4], int c) {
+  if constexpr (Type::bytes == 4) return __uint_as_float(word[c]);
+  else return u16(word[c / 2] >> 16 * (c % 2));
+}
+#endif
+
 DEVICE float4 own_at(const float4* x, long long i) {
-  return own_vector(x, i / (WIDTH / 4), int(i % (WIDTH / 4)), WIDTH);
+  return own_vector(x, i / (WORDS / 4), int(i % (WORDS / 4)), WORDS);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -28,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float scale = x_scale ? *x_scale : 1.0f;
   wait_for_dependencies();
   meeting.half = half_of(read_begun(state));
-  const long long vectors = (long long)rows * (WIDTH / 4), stride = (long long)gridDim.x * THREADS;
+  const long long vectors = (long long)rows * (WORDS / 4), stride = (long long)gridDim.x * THREADS;
   const long long first = (long long)blockIdx.x * THREADS + threadIdx.x;
 #pragma unroll 1
   for (long long i = first; i < vectors; i += stride) meeting.give(i, words_of(own_at(x, i)));
@@ -42,19 +53,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) part[r][0] = own;
     if (!meeting.take(i, 1, part)) return;
-    const long long row = i / (WIDTH / 4);
-    const int column = int(i % (WIDTH / 4)) * 4;
+    const long long row = i / (WORDS / 4);
 #if GATHER
+    constexpr int ITEMS = 16 / OUT_TYPE::bytes;  // of a vector
+    const int column = int(i % (WORDS / 4)) * ITEMS;
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
-      const float values[4] = {part[r][0].x, part[r][0].y, part[r][0].z, part[r][0].w};
+      OUT_TYPE::Storage* const to = out + row * OUT_WIDTH + r * WIDTH + column;
+      if constexpr (OUT_WIDTH == RANKS * WIDTH) {
+        *(float4*)to = part[r][0];
+      } else {
+        const uint4 words = words_of(part[r][0]);
+        const u32 word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int to = r * WIDTH + column + c;
-        if (to < OUT_WIDTH) out[row * OUT_WIDTH + to] = values[c];
+        for (int c = 0; c < ITEMS; ++c) {
+          if (r * WIDTH + column + c < OUT_WIDTH) to[c] = item<OUT_TYPE>(word, c);
+        }
       }
     }
 #else
+    const int column = int(i % (WORDS / 4)) * 4;
     const float4 total = tree<0, RANKS>([&](int r) { return part[r][0]; });
     const float sums[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 TURN = 1024  # as in meeting.cuh
 THREADS, MAX_BLOCKS = 256, 256  # the former as in peers.cu; two on a multiprocessor
 _PAGE = 2 << 20  # bytes
-_VECTOR = 4  # numbers that a thread moves at once
+_VECTOR_BYTES = 16  # that a thread moves at once
 AFTER_SUM = ("weight_scale", "x_scale", "bias")  # what ends a product
 _TYPES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
 # What a second hop must save of the bytes that enter a GPU: NVLink moves as many in its time.
@@ -67,7 +67,8 @@ def meeting_values(call: OpCall, peers: Peers) -> tuple[torch.Tensor, ...]:
 
 def size_values(call: OpCall, peers: Peers, rows: int) -> tuple[int, ...]:
     """The last arguments of a kernel over ranks that exchanges the first rows of `x`."""
-    assert rows * given_columns(call) * 4 <= peers.slot_bytes, "a slot holds the largest step"
+    given = rows * given_columns(call) * call.inputs["x"].itemsize
+    assert given <= peers.slot_bytes, "a slot holds the largest step"
     return (peers.rank, rows, peers.slot_bytes, peers.limit_ns)
 
 
@@ -84,7 +85,7 @@ def given_columns(call: OpCall) -> int:
 
 def peer_spec(call: OpCall) -> KernelSpec:
     """The binary of an operator over ranks; those with the same roles share it."""
-    out = call.outputs["out"]
+    x, out = call.inputs["x"], call.outputs["out"]
     ranks, is_gather = int(call.attributes["ranks"]), call.op == "all_gather"
     name = str(out.dtype).removeprefix("torch.")
     roles = [role for role in AFTER_SUM if role in call.inputs]
@@ -95,7 +96,7 @@ def peer_spec(call: OpCall) -> KernelSpec:
     return KernelSpec(
         name=".".join([*words, f"r{ranks}", *roles]),
         source="ops/all_reduce/peers.cu",
-        arguments=(*MEETING_KINDS, "*fp32", *after, pointer(out.dtype), *SIZE_KINDS),
+        arguments=(*MEETING_KINDS, pointer(x.dtype), *after, pointer(out.dtype), *SIZE_KINDS),
         constants={
             "RANKS": ranks,
             "WIDTH": own,
@@ -111,7 +112,7 @@ def peer_spec(call: OpCall) -> KernelSpec:
 
 def peer_launch(call: OpCall, peers: Peers, rows: int) -> Launch:
     """Exchange the first rows of `x`. The grid is the same on every rank."""
-    vectors = rows * given_columns(call) // _VECTOR
+    vectors = rows * given_columns(call) * call.inputs["x"].itemsize // _VECTOR_BYTES
     blocks = min(-(-vectors // THREADS), MAX_BLOCKS)
     arguments = (
         *meeting_values(call, peers),

@@ -1,6 +1,7 @@
 """Launches of a beam search on a GPU, over the steps of a head that leaves logits.
 
-    offer(logits, beams, rows)        what each row of a step has to offer
+    offer(logits, beams, rows)        what each row of a step has to offer, unless ranks with a GPU
+                                      each list it together (plugins/ops/rank_offers)
     select(beams, requests, ...)      the best continuations: the next step's tokens and rows
     merge(beams, trees, requests, n)  when n tokens of each beam are known, their tree
 
@@ -43,11 +44,13 @@ class BeamArrays:
         length: int,
         vocab_size: int,
         device: str | torch.device,
+        chunks: int | None = None,
     ) -> BeamArrays:
-        """Arrays of zeros."""
+        """Arrays of zeros. chunks: of a row, where not `offer` lists them."""
         import torch
 
-        rows, chunks = max_batch_size * num_beams, -(-vocab_size // CHUNK)
+        rows = max_batch_size * num_beams
+        chunks = chunks or num_chunks(vocab_size)
         shape = (max_batch_size, num_beams)
         floats, ints = torch.float32, torch.int32
         return cls(
@@ -58,6 +61,11 @@ class BeamArrays:
             torch.zeros((*shape, length), dtype=ints, device=device),
             vocab_size,
         )
+
+    @property
+    def chunks(self) -> int:
+        """Of a row of logits."""
+        return self.keys.shape[1]
 
     @property
     def num_beams(self) -> int:
@@ -74,18 +82,29 @@ def _both(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]
     return make(), make()
 
 
-def kernels(num_beams: int, length: int, vocab_size: int, max_draft_len: int) -> list[KernelSpec]:
-    """Every binary of searches with so many beams of up to so many tokens."""
-    shape = (num_beams, length, vocab_size)
-    selects = {_select_spec(*shape, before).name: _select_spec(*shape, before)
-               for before in (1, num_beams)}  # fmt: skip
+def num_chunks(vocab_size: int) -> int:
+    """Of a row of logits, by `offer`."""
+    return -(-vocab_size // CHUNK)
+
+
+def kernels(
+    num_beams: int, length: int, vocab_size: int, max_draft_len: int, listed: int | None = None
+) -> list[KernelSpec]:
+    """Every binary of searches with so many beams of up to so many tokens. listed: chunks of a row
+    that ranks list together, besides those of `offer`."""
+    shape, chunks = (num_beams, length, vocab_size), num_chunks(vocab_size)
+    selects = {
+        spec.name: spec
+        for before in (1, num_beams)
+        for spec in (_select_spec(*shape, before, each) for each in (chunks, listed or chunks))
+    }
     merging = _merge_spec(num_beams, length, max_draft_len)
     return [_offer_spec(vocab_size), *selects.values(), merging]
 
 
 def offer(logits: torch.Tensor, beams: BeamArrays, rows: int) -> Launch:
     """The likeliest tokens of the first rows of logits [rows or more, vocab_size] float32."""
-    grid = (beams.keys.shape[1], rows, 1)
+    grid = (beams.chunks, rows, 1)
     return Launch(
         _offer_spec(beams.vocab_size), grid, (logits, beams.keys, beams.sums, beams.num_beams)
     )
@@ -97,7 +116,7 @@ def select(
     """The beams with one token more than the `step` that are known: int32 `tokens` and `rows`
     [requests * W] of the head's next step. At step 0 each request has one row."""
     shape = (beams.num_beams, beams.length, beams.vocab_size)
-    spec = _select_spec(*shape, beams.num_beams if step else 1)
+    spec = _select_spec(*shape, beams.num_beams if step else 1, beams.chunks)
     turn = step % 2
     arguments = (
         beams.keys,
@@ -144,10 +163,13 @@ def _offer_spec(vocab_size: int) -> KernelSpec:
     )
 
 
-def _select_spec(num_beams: int, length: int, vocab_size: int, before: int) -> KernelSpec:
-    num_chunks = -(-vocab_size // CHUNK)
+def _select_spec(
+    num_beams: int, length: int, vocab_size: int, before: int, chunks: int
+) -> KernelSpec:
+    words = [f"w{num_beams}", f"l{length}", f"v{vocab_size}"]
+    words += [f"c{chunks}"] * (chunks != num_chunks(vocab_size))
     return KernelSpec(
-        name=f"beams.select.w{num_beams}.l{length}.v{vocab_size}.from{before}",
+        name=".".join(["beams", "select", *words, f"from{before}"]),
         source=f"{_SOURCE}:select",
         arguments=("*i64", "*fp32", "*fp32", "*i32", "*fp32", "*i32", "*i32", "*i32", "i32"),
         constants={
@@ -155,9 +177,9 @@ def _select_spec(num_beams: int, length: int, vocab_size: int, before: int) -> K
             "BEFORE": before,
             "LENGTH": length,
             "VOCAB": vocab_size,
-            "NUM_CHUNKS": num_chunks,
-            "BLOCK_CHUNKS": power_of_two(num_chunks),
-            "BLOCK_KEYS": power_of_two(num_chunks * num_beams),
+            "NUM_CHUNKS": chunks,
+            "BLOCK_CHUNKS": power_of_two(chunks),
+            "BLOCK_KEYS": power_of_two(chunks * num_beams),
             "BLOCK_BEAMS": power_of_two(num_beams),
             "BLOCK_LENGTH": power_of_two(length),
             "PDL": True,

@@ -12,7 +12,8 @@ static void run_recurrence(const Op& op, const Step& step, Context& context) {
   const TensorRef &out = op.tensors[3], &state = op.tensors[4];
   const int64_t width = x.shape[1], pieces = (width + kRecurrencePiece - 1) / kRecurrencePiece;
   const bool is_activated = op.integers[0] != 0;
-  LLMCTL_ASSERT(out.shape[1] == 2 * width && kept.shape[1] >= width);
+  const bool has_context = kept.data != nullptr;
+  LLMCTL_ASSERT(!has_context || (out.shape[1] == 2 * width && kept.shape[1] >= width));
   LLMCTL_ASSERT(rows_of(op, step) <= x.shape[0] && rows_of(op, step) <= step.num_rows);
   with_model_type(x.dtype, [&](auto type) {
     using T = decltype(type);
@@ -23,8 +24,12 @@ static void run_recurrence(const Op& op, const Step& step, Context& context) {
       const int64_t before = step.logit_rows[row];
       const int64_t count = width - first < kRecurrencePiece ? width - first : kRecurrencePiece;
       const E* taken = static_cast<const E*>(x.data) + row * width + first;
-      const E* held = static_cast<const E*>(kept.data) + before * kept.shape[1] + first;
-      E* wide = static_cast<E*>(out.data) + row * 2 * width + first;
+      const E* held = nullptr;
+      E* wide = nullptr;
+      if (has_context) {
+        held = static_cast<const E*>(kept.data) + before * kept.shape[1] + first;
+        wide = static_cast<E*>(out.data) + row * 2 * width + first;
+      }
       E* next = static_cast<E*>(state.data) + row * width + first;
       for (int64_t i = 0; i < count; i += kLanes) {
         V value = load_some<T>(taken + i, count - i);
@@ -36,6 +41,7 @@ static void run_recurrence(const Op& op, const Step& step, Context& context) {
           value = T::round(value / (set(1.0f) + exponential(set(0.0f) - value)));
         }
         store_some<T>(next + i, value, count - i);
+        if (!has_context) continue;
         store_some<T>(wide + width + i, value, count - i);
         store_some<T>(wide + i, load_some<T>(held + i, count - i), count - i);
       }

@@ -21,18 +21,21 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """The states of the first rows of `x`."""
-    x, context = call.inputs["x"], call.inputs["context"]
-    carry = call.inputs.get("carry", x)  # not read where it is absent
-    arguments = (x, context, carry, env.step.logit_rows, call.outputs["out"], call.outputs["state"])
-    return launch_rows(_spec(call), env.count(shape), (*arguments, len(context)))
+    x, state = call.inputs["x"], call.outputs["state"]
+    context, carry = (call.inputs.get(role, x) for role in ("context", "carry"))
+    out = call.outputs.get("out", state)  # nor is what is absent read or written
+    arguments = (x, context, carry, env.step.logit_rows, out, state)
+    before = call.inputs.get("context", carry)  # rows that may be continued
+    return launch_rows(_spec(call), env.count(shape), (*arguments, len(before)))
 
 
 def _spec(call: OpCall) -> tuple[KernelSpec, RowPlan]:
-    x, context = call.inputs["x"], call.inputs["context"]
+    x, context = call.inputs["x"], call.inputs.get("context")
     width, kind = x.shape[1], pointer(x.dtype)
+    context_width = 0 if context is None else context.shape[1]
     has_carry, is_activated = "carry" in call.inputs, bool(call.attributes["silu"])
     plan = plan_rows(call, width, whole=False)
-    parts = ["recurrence", short_name(x.dtype), f"w{width}", f"c{context.shape[1]}"]
+    parts = ["recurrence", short_name(x.dtype), f"w{width}", f"c{context_width}"]
     parts += ["carry"] * has_carry + ["silu"] * is_activated
     spec = KernelSpec(
         name=".".join(parts),
@@ -40,7 +43,7 @@ def _spec(call: OpCall) -> tuple[KernelSpec, RowPlan]:
         arguments=(kind, kind, kind, "*i32", kind, kind, "i32"),
         constants={
             "WIDTH": width,
-            "CONTEXT_WIDTH": context.shape[1],
+            "CONTEXT_WIDTH": context_width,
             "BLOCK": plan.block,
             "HAS_CARRY": has_carry,
             "SILU": is_activated,

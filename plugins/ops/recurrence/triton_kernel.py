@@ -20,7 +20,7 @@ def recurrence(
     state,
     num_context_rows,
     WIDTH: tl.constexpr,
-    CONTEXT_WIDTH: tl.constexpr,
+    CONTEXT_WIDTH: tl.constexpr,  # 0: the state alone
     BLOCK: tl.constexpr,
     HAS_CARRY: tl.constexpr,
     SILU: tl.constexpr,
@@ -41,8 +41,9 @@ def recurrence(
         values = (values.to(tl.float32) + carried.to(tl.float32)).to(dtype)
     if SILU:
         values = silu(values.to(tl.float32)).to(dtype)
-    kept = tl.load(context + before * CONTEXT_WIDTH + offsets, mask=mask, other=0)
-    first = out + index * 2 * WIDTH
     tl.store(state + index * WIDTH + offsets, values, mask=mask)
-    tl.store(first + WIDTH + offsets, values, mask=mask)
-    tl.store(first + offsets, kept, mask=mask)
+    if CONTEXT_WIDTH:
+        kept = tl.load(context + before * CONTEXT_WIDTH + offsets, mask=mask, other=0)
+        first = out + index * 2 * WIDTH
+        tl.store(first + WIDTH + offsets, values, mask=mask)
+        tl.store(first + offsets, kept, mask=mask)

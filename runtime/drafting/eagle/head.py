@@ -67,7 +67,7 @@ class EngineHead:
         for name, outputs in self.features().items():
             engine.give_rows(EAGLE_EXTEND, name, outputs, rows)
         step = pack_pairs(pairs, engine.tokens_per_block)
-        self._outputs = engine.run_head(EAGLE_EXTEND, step, {})
+        self._outputs = engine.run_head(EAGLE_EXTEND, step)
         self._at = np.arange(step.num_rows, dtype=np.int32)
 
     def next(self, rows: list[int], growths: Items[Growth], tables: NDArray[np.int32]) -> None:
@@ -77,7 +77,7 @@ class EngineHead:
         sources = self._at[rows].astype(np.int64)
         engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [self._outputs[EAGLE_STATE]], sources)
         self._at = step.logit_rows
-        self._outputs = engine.run_head(EAGLE_NEXT, step, {})
+        self._outputs = engine.run_head(EAGLE_NEXT, step)
 
     def logits(self, rows: list[int]) -> Logits:
         """Of some rows of the last step."""

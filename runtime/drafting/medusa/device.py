@@ -65,14 +65,15 @@ class DeviceMedusa(DeviceRows):
         )
         self._static = tree_kernel.StaticNodes(heads, ranks)
         self._num_ranks = 1 + max(nodes.ranks)
-        size = tree_kernel.num_keys(
-            steps.state.max_batch_size, self._target.vocab_size, self._num_ranks
-        )
-        self._keys = torch.zeros((self._num_heads, size), dtype=torch.int64, device=device)
-        names = map(medusa_logits, range(self._num_heads))
+        names = list(map(medusa_logits, range(self._num_heads)))
         self._logits = tree_kernel.HeadLogits.of(
             [self._target.head_output(MEDUSA_GRAPH, name) for name in names]
         )
+        self._shared = self._target.shared_logits(MEDUSA_GRAPH, names)
+        whole = tree_kernel.num_chunks(self._target.vocab_size)
+        self._chunks = whole if self._shared is None else self._shared.num_chunks
+        size = tree_kernel.num_keys(steps.state.max_batch_size, self._chunks, self._num_ranks)
+        self._keys = torch.zeros((self._num_heads, size), dtype=torch.int64, device=device)
 
     def branches(self, draft_len: int) -> bool:
         return draft_len > 0 and not self._nodes(draft_len).is_chain
@@ -82,10 +83,14 @@ class DeviceMedusa(DeviceRows):
 
     def enqueue_drafts(self, shape: RoundShape) -> None:
         target, batch, count = self._target, shape.batch, self._num_ranks
-        target.enqueue_head(MEDUSA_GRAPH, batch)
-        state, sizes = self._steps.state, (shape.draft_len, count, target.vocab_size)
+        target.enqueue_head(MEDUSA_GRAPH, batch, are_listed=self._shared is not None)
+        state, sizes = self._steps.state, (shape.draft_len, count, target.vocab_size, self._chunks)
+        if self._shared is None:
+            listed = tree_kernel.list_top(self._logits, self._keys, batch, count)
+        else:
+            listed = target.program.offers(self._shared, self._keys, None, batch, count)
         launches = [
-            tree_kernel.list_top(self._logits, self._keys, batch, count),
+            listed,
             tree_kernel.fill_tree(self._keys, self._static, state, batch, *sizes),
         ]
         self._steps.launch(target, launches)

@@ -24,6 +24,6 @@ class EngineHeads:
     def top_tokens(self, rows: NDArray[np.int32], count: int) -> NDArray[np.int64]:
         """Run the heads for these rows of the last step."""
         step = pack_rows(self._engine.max_num_rows, rows.tolist())
-        outputs = self._engine.run_head(MEDUSA_GRAPH, step, {})
+        outputs = self._engine.run_head(MEDUSA_GRAPH, step)
         found = self._engine.top_ids([outputs[name] for name in self._names], count)
         return found.transpose(1, 0, 2)

@@ -8,7 +8,8 @@ from dataclasses import astuple
 
 import torch
 
-from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES
+from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.beam_search import kernel
 from llmctl.runtime.drafting.device_rows import DeviceRows
@@ -43,10 +44,7 @@ class DeviceReDrafter(DeviceRows):
         self.built, self.shape = built, shape
         graphs = (REDRAFTER_FIRST, REDRAFTER_NEXT)
         self._logits = {graph: target.head_output(graph, "logits") for graph in graphs}
-        self._states = {
-            graph: {name: target.head_output(graph, name) for name in REDRAFTER_STATES}
-            for graph in graphs
-        }
+        self._shared = {graph: target.shared_logits(graph, ["logits"]) for graph in graphs}
 
     def describe(self) -> Described:
         own = {"built": astuple(self.built), "shape": astuple(self.shape)}
@@ -69,12 +67,14 @@ class DeviceReDrafter(DeviceRows):
     def bind(self, steps: DeviceSteps) -> None:
         """See DeviceDrafter, as for all that follow."""
         super().bind(steps)
+        shared = self._shared[REDRAFTER_NEXT]
         self._beams = kernel.BeamArrays.allocate(
             steps.state.max_batch_size,
             self.built.num_beams,
             self.built.length,
             self._target.vocab_size,
             self._target.queue.device,
+            None if shared is None else shared.num_chunks,
         )
 
     def branches(self, draft_len: int) -> bool:
@@ -95,12 +95,12 @@ class DeviceReDrafter(DeviceRows):
         graph, rows = REDRAFTER_FIRST, requests
         for step in range(length):
             if step:
-                found = self._states[graph].items()
-                target.write_head(REDRAFTER_NEXT, {name: left[:rows] for name, left in found})
+                target.hand_on(graph, REDRAFTER_NEXT, rows)
                 graph, rows = REDRAFTER_NEXT, requests * self.shape.num_beams
-            target.enqueue_head(graph, rows, reads_tokens=True)
+            is_shared = self._shared[graph] is not None
+            target.enqueue_head(graph, rows, reads_tokens=True, are_listed=is_shared)
             launches = [
-                kernel.offer(self._logits[graph], self._beams, rows),
+                self._offer(graph, rows),
                 kernel.select(
                     self._beams, requests, step, self._next.token_ids, self._next.logit_rows
                 ),
@@ -110,3 +110,10 @@ class DeviceReDrafter(DeviceRows):
             self._beams, requests, length, state.drafts, trees.parents, trees.counts
         )
         self._steps.launch(target, [merged])
+
+    def _offer(self, graph: str, rows: int) -> Launch:
+        """What each row has to offer; ranks list it together where they have shares of it."""
+        beams, shared = self._beams, self._shared[graph]
+        if shared is None:
+            return kernel.offer(self._logits[graph], beams, rows)
+        return self._target.program.offers(shared, beams.keys, beams.sums, rows, beams.num_beams)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT, REDRAFTER_STATES
+from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT
 from llmctl.runtime.drafting.redrafter.beams import Offers
 from llmctl.runtime.step import pack_continued
 
 if TYPE_CHECKING:
-    import torch
-
     from llmctl.runtime.engines.engine import Engine
 
 
@@ -23,7 +20,7 @@ class EngineHead:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._states: Mapping[str, torch.Tensor] = {}  # of the last step's rows, in the engine
+        self._last = ("", 0)  # the graph of the last step, and its rows
 
     def first(self, rows: NDArray[np.int32], tokens: NDArray[np.int32], count: int) -> Offers:
         """The first step of a round."""
@@ -36,7 +33,9 @@ class EngineHead:
     def _run(
         self, graph: str, rows: NDArray[np.int32], tokens: NDArray[np.int32], count: int
     ) -> Offers:
-        states = self._states if graph == REDRAFTER_NEXT else {}
-        outputs = self._engine.run_head(graph, pack_continued(tokens, rows), states)
-        self._states = {name: outputs[name] for name in REDRAFTER_STATES}
+        if graph == REDRAFTER_NEXT:
+            source, left = self._last
+            self._engine.hand_on(source, graph, left)
+        outputs = self._engine.run_head(graph, pack_continued(tokens, rows))
+        self._last = (graph, len(tokens))
         return self._engine.top_log_probs(outputs["logits"], count)

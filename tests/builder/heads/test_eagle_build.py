@@ -107,7 +107,7 @@ def test_a_head_computes_what_torch_does(new_model, save, tmp_path, form, layout
         for name, outputs in EngineHead(engine).features().items():
             engine.give_rows(EAGLE_EXTEND, name, outputs, np.arange(stop - start))
         step = prompt(shifted[start:stop], rows, start)
-        found = engine.run_head(EAGLE_EXTEND, step, {})
+        found = engine.run_head(EAGLE_EXTEND, step)
         picked = [start + row for row in rows]
         close(found[EAGLE_STATE], out[picked])
         close(found["logits"], wanted.logits(out[picked]))
@@ -121,7 +121,7 @@ def test_a_head_computes_what_torch_does(new_model, save, tmp_path, form, layout
         at = np.array([len(TOKENS) + place], np.int32)
         step = pack_next(np.array([draft], np.int32), at, np.array([[1]], np.int32), 32)
         engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [found[EAGLE_STATE]], np.array([0]))
-        found = engine.run_head(EAGLE_NEXT, step, {})
+        found = engine.run_head(EAGLE_NEXT, step)
         close(found[EAGLE_STATE], out[-1:])
         close(found["logits"], wanted.logits(out[-1:]))
 

@@ -84,7 +84,7 @@ def test_a_head_computes_what_eagles_code_does(
     close(torch.from_numpy(logits[0]), model(torch.tensor([TOKENS])).logits[0, -1])
     last = engine.output("layers.2")
     engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, [last], np.arange(count))
-    found = engine.run_head(EAGLE_EXTEND, prompt([*TOKENS[1:], OWN], [5, count - 1]), {})
+    found = engine.run_head(EAGLE_EXTEND, prompt([*TOKENS[1:], OWN], [5, count - 1]))
 
     # The last of transformers' hidden states has been through the norm.
     features = model(torch.tensor([TOKENS]), output_hidden_states=True).hidden_states[-1][0]
@@ -99,7 +99,7 @@ def test_a_head_computes_what_eagles_code_does(
         engine.give_rows(EAGLE_NEXT, EAGLE_STATE, [found[EAGLE_STATE]], np.array([row]))
         at = np.array([count + place], np.int32)
         step = pack_next(np.array([draft], np.int32), at, np.array([[1]], np.int32), 32)
-        found, row = engine.run_head(EAGLE_NEXT, step, {}), 0
+        found, row = engine.run_head(EAGLE_NEXT, step), 0
         close(found[EAGLE_STATE], out[-1:])
         close(found["logits"], model.lm_head(out[-1:]))
 

@@ -79,7 +79,7 @@ def test_logits_are_those_of_torch_modules(tmp_path, target, num_layers, dtype):
     modules = torch_heads(make_heads(3, num_layers, HIDDEN, VOCAB)).to(getattr(torch, dtype))
     rows = [8, 0, 3, 3]
     hidden = engine.output("hidden")[rows].clone()
-    found = engine.run_head("medusa", pack_rows(engine.max_num_rows, rows), {})
+    found = engine.run_head("medusa", pack_rows(engine.max_num_rows, rows))
     assert set(found) == {"logits.0", "logits.1", "logits.2"}
     bound = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}[dtype]
     for head, module in enumerate(modules):
@@ -98,7 +98,7 @@ def test_a_row_of_heads_is_the_same_alone_and_among_others(tmp_path, target):
 
     def logits(*rows: int) -> torch.Tensor:
         step = pack_rows(engine.max_num_rows, rows)
-        return engine.run_head("medusa", step, {})["logits.1"].clone()
+        return engine.run_head("medusa", step)["logits.1"].clone()
 
     alone = logits(4)[0]
     assert torch.equal(alone, logits(1, 4, 7)[1]) and torch.equal(alone, logits(8, 6, 5, 4)[3])

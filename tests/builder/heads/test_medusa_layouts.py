@@ -157,7 +157,7 @@ def test_untrained_heads_that_share_the_projection_say_what_the_target_says(
         )
     )
     logits = engine.output("logits")[:4].clone()
-    found = engine.run_head("medusa", pack_rows(engine.max_num_rows, [3, 0]), {})
+    found = engine.run_head("medusa", pack_rows(engine.max_num_rows, [3, 0]))
     assert torch.equal(found["logits.0"], logits[[3, 0]])
 
 

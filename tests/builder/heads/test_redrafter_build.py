@@ -96,16 +96,17 @@ def test_steps_are_those_of_torch(tmp_path, model, save, opened, recurrence, exi
     head = TorchHead(recurrence, tensors, table)
 
     rows, tokens = [8, 0, 3, 3], [5, 130, 0, 7]
-    found = engine.run_head(FIRST, continued(tokens, rows), {})
+    found = engine.run_head(FIRST, continued(tokens, rows))
     kept, state = hidden[rows], head.state(tokens, None)
     close(found["logits"], head.logits(kept, state))
     close(found["context"], torch.cat((kept, state), -1))
+    source, left = FIRST, 4
     for tokens, rows in (
         ([1, 2, 3, 1, 2, 3, 8, 8, 9, 60, 61, 62], [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]),
         ([4, 4, 100], [11, 2, 2]),
     ):
-        inputs = {name: found[name] for name in ("context", "carry")}
-        found = engine.run_head(NEXT, continued(tokens, rows), inputs)
+        engine.hand_on(source, NEXT, left)
+        found, source, left = engine.run_head(NEXT, continued(tokens, rows)), NEXT, len(tokens)
         kept, state = kept[rows], head.state(tokens, state[rows])
         assert found["logits"].shape == (len(tokens), VOCAB)
         assert found["logits"].dtype == torch.float32
@@ -126,12 +127,12 @@ def test_a_head_computes_in_the_models_dtype(tmp_path, new_model, save, dtype):
     kind = getattr(torch, dtype)
     own = {name: tensor.to(kind) for name, tensor in tensors.items()}
     head = TorchHead("silu", own, model.get_input_embeddings().weight.detach())
-    found = engine.run_head(FIRST, continued([5, 9], [8, 2]), {})
+    found = engine.run_head(FIRST, continued([5, 9], [8, 2]))
     hidden, state = engine.output("hidden")[[8, 2]].clone(), head.state([5, 9], None)
     bound = {"float16": 5e-3, "bfloat16": 4e-2}[dtype]
     close(found["logits"], head.logits(hidden, state), bound)
-    inputs = {name: found[name] for name in ("context", "carry")}
-    found = engine.run_head(NEXT, continued([1, 2, 3], [1, 0, 1]), inputs)
+    engine.hand_on(FIRST, NEXT, 2)
+    found = engine.run_head(NEXT, continued([1, 2, 3], [1, 0, 1]))
     state = head.state([1, 2, 3], state[[1, 0, 1]])
     close(found["logits"], head.logits(hidden[[1, 0, 1]], state), bound)
 
@@ -144,9 +145,9 @@ def test_rows_that_are_nowhere_are_refused(tmp_path, target):
     engine.run(prompt())
     for name, rows in ((FIRST, engine.max_num_rows), (FIRST, -1), (NEXT, 12), (NEXT, -1)):
         with pytest.raises(AssertionError, match="logit_rows"):
-            engine.run_head(name, continued([1], [rows]), {})
+            engine.run_head(name, continued([1], [rows]))
     with pytest.raises(AssertionError, match="built for at most 4"):
-        engine.run_head(FIRST, continued([1] * 5, [0] * 5), {})
+        engine.run_head(FIRST, continued([1] * 5, [0] * 5))
 
 
 def test_a_weight_of_both_graphs_is_stored_once(tmp_path, target):

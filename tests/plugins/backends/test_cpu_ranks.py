@@ -78,6 +78,32 @@ def test_columns_of_all_ranks_lie_side_by_side_in_the_first(
 
 
 @pytest.mark.parametrize("num_ranks", COUNTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("own", "columns", "rows"), [(64, 131, 5), (16, 33, 1), (40_000, 320_000, 60)]
+)
+def test_what_operators_read_is_gathered_in_every_rank(
+    num_ranks: int, dtype: str, own: int, columns: int, rows: int
+) -> None:
+    """Also where a step wants best ids of logits; the last case comes in several parts."""
+    columns = min(columns, own * num_ranks)
+    parts = [normal(rows, own, seed=rank).to(getattr(torch, dtype)) for rank in range(num_ranks)]
+    wanted = torch.cat(parts, dim=1)[:, :columns].contiguous()
+    step = plain_step(rows)
+    step.logit_rows, step.best_only = np.arange(rows, dtype=np.int32), True
+
+    def gather(ranks: Ranks) -> bool:
+        x, out = parts[ranks.rank], torch.zeros((rows, columns), dtype=wanted.dtype)
+        attributes = {"ranks": num_ranks, "to_all": True}
+        call = OpCall("all_gather", "g", {"x": x}, {"out": out}, attributes)
+        cpu.set_num_threads(1)
+        cpu.CpuProgram([call], [x], ranks).run(step, no_cache(), np.zeros(rows, np.int32))
+        return torch.equal(out, wanted)
+
+    assert run_ranks(num_ranks, gather) == [True] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", COUNTS)
 @pytest.mark.parametrize(("own", "columns"), [(64, 131), (64, 512), (16, 33)])
 def test_best_ids_are_merged_where_a_step_wants_no_logits(
     num_ranks: int, own: int, columns: int

@@ -228,7 +228,9 @@ def test_trees_are_filled_with_the_likeliest_tokens(data: st.DataObject) -> None
     heads = torch.randint(num_heads, (max_draft_len,), generator=seeded, dtype=torch.int32)
     ranks = torch.randint(count, (max_draft_len,), generator=seeded, dtype=torch.int32)
     found, wanted = (RoundState.allocate(batch, max_draft_len, "cpu") for _ in range(2))
-    keys = torch.full((num_heads, kernel.num_keys(batch, vocab, count)), UNTOUCHED)
+    keys = torch.full(
+        (num_heads, kernel.num_keys(batch, kernel.num_chunks(vocab), count)), UNTOUCHED
+    )
     nodes = kernel.StaticNodes(heads, ranks)
     launches = [
         kernel.list_top(kernel.HeadLogits.of(logits), keys, batch, count),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import emulated_peers
 from support.emulated_peers import EXCHANGE, NORM, PRODUCT, THREADS, compile_peers
-from support.peer_buffers import Buffers, optional, pointer, run_ranks
+from support.peer_buffers import Buffers, optional, pointer, run_ranks, same
 
 from llmctl.plugins.fused.all_reduce_norm.reference import reduce_and_normalize
 from llmctl.plugins.ops.all_gather.reference import gather_ranks
@@ -68,14 +68,6 @@ def cases(ranks: int, has_gather: bool, num_launches: int) -> list[dict[str, Any
         made.append({"gather": is_gather, "parts": parts, "after": after, "wanted": wanted,
                      "outs": outs})  # fmt: skip
     return made
-
-
-def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Bit for bit, but for which NaN it is."""
-    is_nan = wanted.isnan()
-    alike = found.view(torch.uint8) == wanted.view(torch.uint8)
-    values = alike.view(*wanted.shape, wanted.element_size()).all(dim=-1)
-    return bool((found.isnan() == is_nan).all() and (values | is_nan).all())
 
 
 @pytest.mark.parametrize(("ranks", "has_gather"), [(2, True), (4, True), (8, False)])

@@ -71,12 +71,15 @@ def test_ranks_are_added_as_a_balanced_tree(
 
 
 @pytest.mark.parametrize("ranks", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("own", "columns"), [(64, 131), (64, 512), (192, 1500)])
-def test_columns_of_all_ranks_lie_side_by_side(ranks: int, own: int, columns: int) -> None:
+def test_columns_of_all_ranks_lie_side_by_side(
+    ranks: int, own: int, columns: int, dtype: torch.dtype
+) -> None:
     """Those of the last ranks may be padding, of whole ranks, too."""
     columns = min(columns, own * ranks)
-    parts = [normal(5, own, seed=rank) for rank in range(ranks)]
-    out = torch.full((5, columns), torch.nan)
+    parts = [normal(5, own, seed=rank).to(dtype) for rank in range(ranks)]
+    out = torch.full((5, columns), torch.nan, dtype=dtype)
     call = OpCall("all_gather", "g", {"x": parts[0]}, {"out": out}, {"ranks": ranks})
     wanted = {"out": torch.empty_like(out)}
     gather_ranks(parts, wanted)

@@ -162,7 +162,7 @@ def test_an_engine_computes_what_the_stored_numbers_say(
         slot_mapping=places + np.int32(engine.tokens_per_block),
         logit_rows=places[[3, 11, 19]],
     )
-    found = engine.run_head(EAGLE_EXTEND, step, {})["logits"]
+    found = engine.run_head(EAGLE_EXTEND, step)["logits"]
     module = by_modelopt(target, features) if qformat == "fp8" else Steps(demo_head(target))
     with torch.no_grad():
         (own,) = module(features[0, :count], text[1 : count + 1], 1)

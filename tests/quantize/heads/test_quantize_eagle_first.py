@@ -155,7 +155,7 @@ def test_an_engine_computes_what_the_stored_numbers_say(
         slot_mapping=places + np.int32(engine.tokens_per_block),
         logit_rows=places[rows],
     )
-    found = engine.run_head(EAGLE_EXTEND, step, {})["logits"]
+    found = engine.run_head(EAGLE_EXTEND, step)["logits"]
     stored = load_file(target / "model.safetensors")
     table, output = (stored[f"{n}.weight"].float() for n in ("model.embed_tokens", "lm_head"))
     with torch.no_grad():

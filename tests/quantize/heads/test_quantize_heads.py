@@ -162,7 +162,7 @@ def test_the_compiled_kernels_run_quantized_heads(
     engine = open_cpu_engine(tmp_path / "engine")
     engine.allocate_kv_cache(2)
     engine.output("hidden")[:8].copy_(hidden[0, :8])
-    found = engine.run_head("medusa", pack_rows(engine.max_num_rows, [5, 1]), {})
+    found = engine.run_head("medusa", pack_rows(engine.max_num_rows, [5, 1]))
     is_fp8 = qformat == "fp8"  # ModelOpt's MXFP4 needs a GPU: the heads as trained, then
     modules = by_modelopt(tensors, hidden) if is_fp8 else torch_heads(tensors)
     for index, module in enumerate(modules):

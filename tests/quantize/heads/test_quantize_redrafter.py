@@ -170,11 +170,11 @@ def test_an_engine_computes_what_the_stored_numbers_say(
     if qformat == "fp8":
         head = by_modelopt(target, "silu", tensors, hidden).head
     rows, tokens = [5, 1, 0], [7, 3, 9]
-    found = engine.run_head(FIRST, packed(tokens, rows), {})
+    found = engine.run_head(FIRST, packed(tokens, rows))
     kept, state = hidden[0, rows].float(), head.state(tokens, None)
     assert error(found["logits"], head.logits(kept, state)) < bound
-    states = {name: found[name] for name in ("context", "carry")}
-    found = engine.run_head(NEXT, packed([4, 8], [2, 0]), states)
+    engine.hand_on(FIRST, NEXT, 3)
+    found = engine.run_head(NEXT, packed([4, 8], [2, 0]))
     state = head.state([4, 8], state[[2, 0]])
     assert error(found["logits"], head.logits(kept[[2, 0]], state)) < bound
 

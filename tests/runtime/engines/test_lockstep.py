@@ -16,10 +16,9 @@ from support.lockstep import InLockstep
 from support.planted import ACCEPTANCE, SEED
 
 from llmctl.builder.build import EnginePlan
-from llmctl.builder.engine_format import PlanGraph
 from llmctl.builder.engine_kernels import kernel_specs
 from llmctl.builder.step_limits import step_limits
-from llmctl.errors import CorruptEngine, Unsupported
+from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape, TensorMap
 from llmctl.plugins.backends.cuda.program import CudaProgram
@@ -27,7 +26,12 @@ from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
 from llmctl.runtime.engines.engine import bind_plan, kv_bytes_per_block, kv_cache_shape, make_calls
 from llmctl.runtime.engines.loading import allocated_bytes
-from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on
+from llmctl.runtime.engines.lockstep import (
+    lockstep_parts,
+    lockstep_plan,
+    name_on,
+    rank_stride,
+)
 from llmctl.runtime.engines.planted_text import next_tokens
 from llmctl.runtime.engines.planted_weights import generate_weights
 from llmctl.runtime.engines.rotary_tables import fill_rotary_tables
@@ -91,7 +95,7 @@ def test_ranks_in_lockstep_say_the_planted_text(
         logit_rows=count,
     )
     calls = make_calls(plan, tensors)
-    InLockstep(calls, lockstep_parts(engine.plan, ranks, calls), ReferenceProgram).run(step, cache)
+    InLockstep(calls, lockstep_parts(rank_stride(engine.plan)), ReferenceProgram).run(step, cache)
     chosen = tensors[plan.logits][:ROWS].argmax(-1).numpy()
     assert np.array_equal(chosen, next_tokens(recipe)[tokens])
     layers = engine.plan.kv_cache.num_layers
@@ -133,14 +137,6 @@ def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
         lockstep_plan([plan, replace(plan, arena_bytes=plan.arena_bytes + 128)])
 
 
-def test_draft_heads_are_for_ranks_with_a_gpu_each(tmp_path: Path) -> None:
-    plan = planted.plan(tmp_path / "target", "fp8", tp_size=2).plan
-    headed = replace(plan, heads={"medusa": PlanGraph((), {}, {})})
-    with pytest.raises(Unsupported, match="2 ranks has draft heads, which are for") as told:
-        lockstep_plan([headed, headed])
-    assert "draft engine instead" in told.value.fix
-
-
 def test_launches_of_a_rank_take_its_own_tensors_and_sums_those_of_all(tmp_path: Path) -> None:
     """Packed once and rebound for layers: outputs, weights and layers of the cache are each rank's,
     and what a sum reads was written by all of them just before."""
@@ -155,7 +151,7 @@ def test_launches_of_a_rank_take_its_own_tensors_and_sums_those_of_all(tmp_path:
         for spec in kernel_specs(plan, limits)
     ]
     recorder = Recorder()
-    parts = lockstep_parts(engine.plan, 4, calls)
+    parts = lockstep_parts(rank_stride(engine.plan))
     program = CudaProgram(calls, binaries, limits, "cpu", recorder, parts=parts)
     cache = torch.zeros(kv_cache_shape(plan, 3), dtype=getattr(torch, plan.kv_cache.dtype))
     program.bind_kv_cache(cache)

@@ -226,7 +226,9 @@ def test_the_device_leads_where_its_kernels_are_wide_enough(tree, draft_drafts, 
 
 def test_the_memory_plan_counts_trees_that_a_draft_engine_may_draft():
     logits = SimpleNamespace(name="logits", shape=("rows", 5000))
-    plan = SimpleNamespace(tensors=[logits], logits="logits", heads={}, head_caches={})
+    plan = SimpleNamespace(
+        tensors=[logits], logits="logits", heads={}, head_caches={}, head_shares=None
+    )
     assert tree_bytes(plan, 8, 20) == tree_bytes(plan, 8, 1, may_grow=True) == 0
     grown = growth_bytes(8, 20, 5000)
     assert tree_bytes(plan, 8, 20, may_grow=True) > grown > 4 * 8 * 16 * 3 * 16

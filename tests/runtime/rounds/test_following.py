@@ -109,7 +109,9 @@ def device_drafters() -> set[type]:
 
 
 ENGINES: Any = {  # of which drafters ask this much before they are bound
-    "target": SimpleNamespace(head_output=lambda graph, name: None),
+    "target": SimpleNamespace(
+        head_output=lambda graph, name: None, shared_logits=lambda graph, names: None
+    ),
     "draft": SimpleNamespace(max_num_tokens=64),
 }
 FOLLOWED: list[FollowedDrafter] = [

@@ -180,7 +180,7 @@ def test_what_engines_are_led_on_the_device():
 
 
 def test_the_memory_plan_counts_windows_and_pools():
-    plan = SimpleNamespace(tensors=[], heads={}, head_caches={})
+    plan = SimpleNamespace(tensors=[], heads={}, head_caches={}, head_shares=None)
     assert tree_bytes(plan, 8, 20) == 0
     sizes = LookaheadSizes(3, 3, 2)
     arrays, trees = LookaheadArrays.allocate(sizes, 8, 20, "cpu"), DraftTrees.allocate(8, 20, "cpu")

@@ -15,7 +15,7 @@ from support.round_requests import random_request
 from support.rounds_by_reference import run_rounds_by_reference
 
 from llmctl.builder.heads.medusa.tree import DEFAULT, MedusaTree
-from llmctl.plugins.device_loop.tree_kernel import MOST_RANKS, num_keys
+from llmctl.plugins.device_loop.tree_kernel import MOST_RANKS, num_chunks, num_keys
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.runtime.drafting.medusa.accuracy import HeadAccuracy
 from llmctl.runtime.drafting.medusa.device import DeviceMedusa
@@ -163,8 +163,11 @@ def test_the_memory_plan_counts_the_trees_of_heads():
     trees = DraftTrees.allocate(8, 20, "cpu")
     tensors = [trees.parents, trees.counts, trees.rows, trees.positions, trees.starts, trees.moves]
     tensors += [getattr(trees.sampling, name) for name in trees.sampling.__slots__]
-    keys = [torch.empty(num_keys(8, 5000, MOST_RANKS), dtype=torch.int64) for _ in range(2)]
+    keys = [
+        torch.empty(num_keys(8, num_chunks(5000), MOST_RANKS), dtype=torch.int64) for _ in range(2)
+    ]
     plan = SimpleNamespace(
+        head_shares=None,
         tensors=[SimpleNamespace(name=name, shape=("requests", 5000)) for name in "ab"],
         heads={"medusa": SimpleNamespace(outputs={"logits.0": "a", "logits.1": "b"})},
         head_caches={},

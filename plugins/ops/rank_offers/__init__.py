@@ -1,0 +1,1 @@
+"""The likeliest ids of rows of logits that ranks have shares of."""
