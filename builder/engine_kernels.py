@@ -81,7 +81,8 @@ def step_kernels(
     ]
     listed: int | None = None
     if plan.head_shares is not None:
-        found.append(rank_offers.spec(*plan.head_shares, vocab_size))
+        has_sums = REDRAFTER_NEXT in plan.heads
+        found.append(rank_offers.spec(*plan.head_shares, vocab_size, has_sums=has_sums))
         listed = rank_offers.num_chunks(*plan.head_shares)
     if plan.heads and limits.max_draft_len:
         sizes = (limits.max_batch_size, limits.max_draft_len, vocab_size)

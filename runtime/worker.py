@@ -220,7 +220,7 @@ class Worker:
         the first call raised."""
         if error is None:
             self._delivery.flush()
-        self._inbox.close()
+        self._inbox.close(error=error)
         arrived = self._inbox.receive(is_idle=False).arrived
         self._active |= {tracked.request_id: tracked for tracked in arrived}
         if error is None:

@@ -37,6 +37,7 @@ class Inbox:
         self._cancelled: set[int] = set()
         self._num_queued = 0
         self._is_closed = False
+        self._error: Exception | None = None
         self._drains = False
 
     @property
@@ -56,7 +57,7 @@ class Inbox:
         now_s = monotonic()
         with self._changed:
             if self._is_closed:
-                raise ExecutorClosed("the executor has been shut down")
+                raise _closed(self._error) from self._error
             if limit is not None and self._num_queued + len(requests) > limit:
                 raise QueueFull(
                     f"{self._num_queued} requests are queued and {len(requests)} more exceed "
@@ -77,10 +78,11 @@ class Inbox:
             self._cancelled.add(request_id)
             self._changed.notify()
 
-    def close(self, *, drain: bool = False) -> None:
+    def close(self, *, drain: bool = False, error: Exception | None = None) -> None:
         """Accept nothing more, and tell the worker to finish the accepted requests or to cancel
-        them."""
+        them. error: what ended the worker, of which later requests are told."""
         with self._changed:
+            self._error = self._error or error
             self._is_closed = True
             self._drains = drain
             self._changed.notify()
@@ -106,3 +108,9 @@ class Inbox:
 
     def _has_news(self) -> bool:
         return bool(self._arrived or self._cancelled or self._is_closed)
+
+
+def _closed(error: Exception | None) -> ExecutorClosed:
+    if error is None:
+        return ExecutorClosed("the executor has been shut down")
+    return ExecutorClosed(f"the executor has ended: {type(error).__name__}: {error}")

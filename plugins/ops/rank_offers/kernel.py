@@ -40,12 +40,13 @@ def given_bytes(own: int, rows: int) -> int:
     return rows * _own_chunks(own) * (MOST + 1) * _ENTRY_BYTES
 
 
-def spec(ranks: int, own: int, vocab: int) -> KernelSpec:
+def spec(ranks: int, own: int, vocab: int, *, has_sums: bool) -> KernelSpec:
     """The binary for rows of `vocab` ids, of which each rank has `own`."""
+    sums = ("sums", "*fp32") if has_sums else ("keys", "i64")  # of keys alone a null pointer
     return KernelSpec(
-        name=f"rank_offers.peers.w{own}.v{vocab}.r{ranks}",
+        name=f"rank_offers.peers.{sums[0]}.w{own}.v{vocab}.r{ranks}",
         source="ops/rank_offers/peers.cu",
-        arguments=(*MEETING_KINDS, "*i64", "*i64", "*fp32", "i32", "i32", "i32", *SIZE_KINDS),
+        arguments=(*MEETING_KINDS, "*i64", "*i64", sums[1], "i32", "i32", "i32", *SIZE_KINDS),
         constants={
             "RANKS": ranks,
             "LEAVES": 1,
@@ -115,7 +116,8 @@ def launch(
         *(logits.addresses, keys, 0 if sums is None else sums, count, rows, stride),
         *(peers.rank, heads, peers.slot_bytes, peers.limit_ns),
     )
-    return Launch(spec(ranks, own, logits.vocab), (blocks, 1, 1), arguments)
+    found = spec(ranks, own, logits.vocab, has_sums=sums is not None)
+    return Launch(found, (blocks, 1, 1), arguments)
 
 
 def _own_chunks(own: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.emulated_peers import OFFERS, compile_peers
 from support.peer_buffers import Buffers, pointer, run_ranks
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.kernel_spec import Peers
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.rank_offers import kernel
 from llmctl.plugins.ops.rank_offers.reference import LARGE, list_shares
@@ -125,4 +127,25 @@ def test_the_reference_has_what_a_beam_search_reads_of_whole_rows(seed: int) -> 
 @pytest.mark.parametrize(("ranks", "own"), [(2, 64_128), (4, 32_064), (8, 16_064)])
 def test_the_kernel_of_a_vocabulary_does_not_spill(ranks: int, own: int) -> None:
     """128,256 ids."""
-    assert compile_kernel(kernel.spec(ranks, own, 128_256)).local_bytes == 0
+    assert compile_kernel(kernel.spec(ranks, own, 128_256, has_sums=True)).local_bytes == 0
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_launch_has_what_the_kernel_takes(heads: int) -> None:
+    """A beam search's, with sums, and a static tree's without: tensors where it takes pointers."""
+    shares = [torch.zeros((3, OWN)) for _ in range(heads)]
+    logits = kernel.SharedLogits.of(shares, 2 * OWN - 3, 2)
+    assert logits.num_chunks == kernel.num_chunks(2, OWN) == 2
+    keys = torch.zeros((heads, 3 * 2 * 4), dtype=torch.int64)
+    sums = torch.zeros((3, 2, 2)) if heads == 1 else None
+    places = [torch.zeros(4, dtype=torch.int32) for _ in range(3)]
+    peers = Peers(1, 2, *places, kernel.given_bytes(OWN, 3 * heads), 10**9)
+    made = kernel.launch(logits, peers, keys, sums, 3, 4)
+    assert made.spec == kernel.spec(2, OWN, 2 * OWN - 3, has_sums=sums is not None)
+    assert len(made.arguments) == len(made.spec.arguments)
+    for kind, given in zip(made.spec.arguments, made.arguments, strict=True):
+        assert isinstance(given, torch.Tensor) == kind.startswith("*"), kind
+    with pytest.raises(AssertionError, match="a slot holds"):
+        kernel.launch(logits, replace(peers, slot_bytes=100), keys, sums, 3, 4)
+    with pytest.raises(AssertionError, match="keys hold"):
+        kernel.launch(logits, peers, keys[:, :20].contiguous(), sums, 3, 4)

@@ -170,6 +170,21 @@ def test_shutdown_cancels_what_is_left_and_may_be_repeated(gated, make):
         executor.enqueue_request(Request(PROMPT, 3))
 
 
+def test_what_ended_an_executor_between_requests_is_told_of_the_next(make, monkeypatch):
+    """Such as a capture ahead of need that failed."""
+    executor = make()
+
+    def fail() -> bool:
+        raise AssertionError("no such kernel")
+
+    monkeypatch.setattr(executor._worker._loop, "prepare_more", fail)
+    executor.await_responses(executor.enqueue_request(Request(PROMPT, 3)), WAIT_S)
+    executor._thread.join(WAIT_S)
+    with pytest.raises(ExecutorClosed, match="has ended: AssertionError: no such kernel") as told:
+        executor.enqueue_request(Request(PROMPT, 3))
+    assert isinstance(told.value.__cause__, AssertionError)
+
+
 def test_nothing_is_remembered_of_sequences_that_ended(make):
     drafter = NgramDrafter(4)
     executor = make(drafter=drafter)
