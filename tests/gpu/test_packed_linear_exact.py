@@ -236,6 +236,24 @@ def test_few_and_many_tokens_give_the_same_bits(dtype, op, inner, kv_dtype):
             assert (left[tokens:] == 0x55).all()
 
 
+@pytest.mark.parametrize("inner", [1056, 4096])
+@pytest.mark.parametrize("op", ["packed_linear", "packed_linear_rope_kv"])
+def test_equal_shares_of_blocks_give_the_bits_of_whole_tiles(op, inner):
+    """As on devices of few multiprocessors, which leave parts of one or two tiles to the next."""
+    example = make(op, FP8, inner)
+    call = example.call
+    for num_sms, tokens in ((2, 100), (3, 100), (4, 200), (6, TOKENS), (7, TOKENS)):
+        env = environment(example)
+        few = replace(env, limits=replace(env.limits, num_sms=num_sms))
+        for variant in (v for v in variants_of(call) if v.is_even):
+            whole = replace(variant, is_even=False)
+            wanted = outcome(call, env.kv_cache, [prefill_launch(call, env, tokens, whole)])
+            for _ in range(2):  # flags are back
+                found = outcome(call, env.kv_cache, [prefill_launch(call, few, tokens, variant)])
+                assert all(map(torch.equal, found, wanted)), (variant.name, num_sms)
+            assert not few.scratch("packed_linear.is_left", (), torch.int32).any()
+
+
 @pytest.mark.parametrize("coded", CODED)
 @pytest.mark.parametrize("inner", [1056, 4096])
 @pytest.mark.parametrize("op", ["packed_linear", "packed_linear_swiglu", "packed_linear_rope_kv"])

@@ -10,9 +10,10 @@
 // processes its row tiles one after another.
 //
 // Macros: INPUT_TYPE (E4M3, BF16 or FP16), EXPANDED (1: expand.cu writes the weights right before),
-// WG_TILES, TILE_TOKENS, A_STAGES, B_STAGES, LEAVES (leaves.cuh), and those of epilogue.cuh.
+// WG_TILES, TILE_TOKENS, A_STAGES, B_STAGES, EVEN (1: all blocks have equal shares of K, see prefill_load.cuh), LEAVES
+// (leaves.cuh), and those of epilogue.cuh.
 
-#include "ops/packed_linear/prefill_load.cuh"
+#include "ops/packed_linear/prefill_handover.cuh"
 
 // One warpgroup's position in the rings. A slot is released when the products that read it are
 // done, which is known one chunk later.
@@ -99,9 +100,10 @@ struct Consumer {
   }
 };
 
-// Stores one row tile of a unit (the tile of work of a block).
+// Stores one row tile of a unit (the tile of work of a block), or leaves its sums to the next block.
 struct Store {
   const Epilogue& epilogue;
+  const Handover& handover;
   const Shared& shared;
   const Work& work;
   int warpgroup;
@@ -112,7 +114,11 @@ struct Store {
   DEVICE u32 values() const {
     return shared.values + warpgroup * TokenValues<TILE_TOKENS>::BYTES;
   }
-  DEVICE void operator()(const float (&sum)[TILE_TOKENS / 2], int unit, int tile) const {
+  DEVICE void leave(const float (&sum)[TILE_TOKENS / 2], int unit, int tile, bool is_part) const {
+    if (EVEN && is_part) {
+      handover.leave(sum, tile);
+      return;
+    }
     int row_block, token;
     work.at(unit, row_block, token);
     store_tile<TILE_TOKENS>(epilogue, sum, (row_block * WARPGROUPS + warpgroup) * WG_TILES + tile,
@@ -132,61 +138,67 @@ DEVICE void add(float (&sum)[TILE_TOKENS / 2], const float (&part)[TILE_TOKENS /
 }
 
 // Sums are stored while other products run: those of the first of two row tiles during the last
-// interval of the second, those of the last row tile during the first interval of the next unit.
+// interval of the second, those of the last row tile during the first interval of the next unit. So are
+// sums handed on and taken over.
 DEVICE void consume_intervals(Consumer& consumer, const Work& work, const Store& store) {
   float sum[WG_TILES][TILE_TOKENS / 2], part[TILE_TOKENS / 2];
 #pragma unroll
   for (int tile = 0; tile < WG_TILES; ++tile) clear(sum[tile]);
   int before = -1;
+  bool is_part = false;  // the unit before, whose sums go to the next block
 #pragma unroll 1
-  for (int unit = work.first(); unit < work.units(); unit += work.stride()) {
+  for (Walk walk(work); !walk.done(); walk.next()) {
     TokenValues<TILE_TOKENS> token_values;
-    token_values.load(store.epilogue, work.token(unit));
+    token_values.load(store.epilogue, work.token(walk.unit));
 #pragma unroll 1
-    for (int start = 0; start < work.chunks; start += INTERVAL) {
-      const int count = min(INTERVAL, work.chunks - start);
-      const bool is_first = start == 0, is_last = start + INTERVAL >= work.chunks;
+    for (int start = walk.first; start < walk.last; start += INTERVAL) {
+      const int count = min(INTERVAL, walk.last - start);
+      const bool is_first = start == walk.first, is_last = start + INTERVAL >= walk.last;
+      const bool takes = EVEN && is_first && walk.first > 0;  // what the block before has left
       const Ring<B_STAGES> b_start = consumer.b;
       const bool store_before = is_first && before >= 0;
       consumer.begin(part, count, 0, store_before);
       if (store_before) {
-        store(sum[LAST], before, LAST);
+        store.leave(sum[LAST], before, LAST, is_part);
         clear(sum[LAST]);
       }
       if (is_first) store.keep(token_values);
+      if (takes) store.handover.take(sum[0], 0, work.token_tiles());
       consumer.end(part, count, 0, store_before);
       add(sum[0], part);
       if (WG_TILES == 1) continue;
       consumer.b = b_start;
       consumer.begin(part, count, LAST, is_last);
+      if (takes) store.handover.take(sum[LAST], LAST, work.token_tiles());
       if (is_last) {
-        store(sum[0], unit, 0);
+        store.leave(sum[0], walk.unit, 0, EVEN && walk.last < work.chunks);
         clear(sum[0]);
       }
       consumer.end(part, count, LAST, is_last);
       add(sum[LAST], part);
     }
-    before = unit;
+    before = walk.unit;
+    is_part = EVEN && walk.last < work.chunks;
   }
-  if (before >= 0) store(sum[LAST], before, LAST);
+  if (before >= 0) store.leave(sum[LAST], before, LAST, is_part);
 }
 
 DEVICE void consume_chains(Consumer& consumer, const Work& work, const Store& store) {
 #pragma unroll 1
-  for (int unit = work.first(); unit < work.units(); unit += work.stride()) {
+  for (Walk walk(work); !walk.done(); walk.next()) {
     TokenValues<TILE_TOKENS> token_values;
-    token_values.load(store.epilogue, work.token(unit));
+    token_values.load(store.epilogue, work.token(walk.unit));
     float sum[WG_TILES][TILE_TOKENS / 2];
     consumer.chains(sum, work.chunks);
     store.keep(token_values);
 #pragma unroll
-    for (int tile = 0; tile < WG_TILES; ++tile) store(sum[tile], unit, tile);
+    for (int tile = 0; tile < WG_TILES; ++tile) store.leave(sum[tile], walk.unit, tile, false);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     prefill(const __grid_constant__ TensorMap x, const u8* __restrict__ weight, int row_tiles,
-            int chunks, EPILOGUE_PARAMETERS) {
+            int chunks, EPILOGUE_PARAMETERS HANDOVER_PARAMETERS) {
   extern __shared__ __align__(1024) u8 raw[];  // the alignment that swizzled blocks need
   if (!WRITES_CACHE) launch_dependents();
   const Shared shared(shared_address(raw));
@@ -219,7 +231,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int warpgroup = warp / 4;
     const Epilogue epilogue{EPILOGUE_VALUES};
     Consumer consumer{shared, warpgroup, {}, {}, {}, {}};
-    const Store store{epilogue, shared, work, warpgroup};
+    const Handover handover{HANDOVER_VALUES};
+    const Store store{epilogue, handover, shared, work, warpgroup};
     wait_for_dependencies();
     if constexpr (IS_FP8) {
       consume_intervals(consumer, work, store);

@@ -6,7 +6,8 @@ the least time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,7 @@ class Variant:
     tokens: int
     a_stages: int  # slots of 16 KiB: one packed block per warpgroup
     b_stages: int  # slots of one token tile of 128 bytes
+    is_even: bool = False  # every thread block has the same part of all intervals of K
 
     @property
     def rows(self) -> int:
@@ -61,18 +63,22 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Rows x tokens."""
-        return f"{self.rows}x{self.tokens}"
+        """Rows x tokens, and whether blocks have equal shares."""
+        return f"{self.rows}x{self.tokens}" + "even" * self.is_even
 
 
 WIDE = Variant(wg_tiles=2, tokens=128, a_stages=6, b_stages=7)
 SQUARE = Variant(wg_tiles=1, tokens=128, a_stages=6, b_stages=6)
 NARROW = Variant(wg_tiles=1, tokens=64, a_stages=8, b_stages=8)
 LONG = Variant(wg_tiles=1, tokens=256, a_stages=4, b_stages=4)
+EVEN_SQUARE = replace(SQUARE, is_even=True)
 
 
 # Products a multiprocessor finishes per unit of time, relative to the widest tile (H200).
-_SPEED = {WIDE: 1.0, LONG: 1.0, SQUARE: 0.95, NARROW: 0.68}
+_SPEED = {WIDE: 1.0, LONG: 1.0, SQUARE: 0.95, EVEN_SQUARE: 0.9, NARROW: 0.68}
+_INTERVAL = 4  # chunks of a weight that are added before others
+_HANDOVER = 6  # intervals that it takes longer where sums are left to the next block
+_MOST_EVEN_TOKENS = 1024  # of a step with equal shares; of more there are many tiles
 
 
 def variants_of(call: OpCall) -> tuple[Variant, ...]:
@@ -83,26 +89,48 @@ def variants_of(call: OpCall) -> tuple[Variant, ...]:
     """
     if not is_fp8(call):
         return LONG, SQUARE, NARROW
-    out = next(iter(call.outputs.values()))
-    rotates = call.op == "packed_linear_rope_kv"
-    return (SQUARE, NARROW) if rotates or name_of(out) == "float32" else (WIDE, SQUARE, NARROW)
+    if name_of(next(iter(call.outputs.values()))) == "float32":
+        return SQUARE, NARROW
+    if call.op == "packed_linear_swiglu":  # of so many tiles that equal shares gain nothing
+        return WIDE, SQUARE, NARROW
+    wide = () if call.op == "packed_linear_rope_kv" else (WIDE,)
+    return (*wide, SQUARE, EVEN_SQUARE, NARROW)
 
 
 def choose(call: OpCall, num_tokens: int, num_sms: int) -> Variant:
-    """The tile shape for a step of this many tokens: waves of tiles times what a tile costs."""
-    row_tiles = call.inputs["weight"].shape[0]
+    """The tile shape for a step of this many tokens: tiles that a multiprocessor computes times
+    what a tile costs."""
+    row_tiles, chunks = call.inputs["weight"].shape[:2]
 
     def cost(variant: Variant) -> float:
-        waves = -(-_units(variant, num_tokens, row_tiles) // num_sms)
-        return waves * variant.rows * variant.tokens / _SPEED[variant]
+        units = _units(variant, num_tokens, row_tiles)
+        blocks = _blocks(variant, num_tokens, row_tiles, num_sms)
+        each = float(-(-units // blocks))
+        if variant.is_even:
+            if blocks == units or num_tokens > _MOST_EVEN_TOKENS:
+                return math.inf
+            each = units / blocks + _HANDOVER * _INTERVAL / chunks
+        return each * variant.rows * variant.tokens / _SPEED[variant]
 
     return min(variants_of(call), key=cost)
 
 
 def _units(variant: Variant, num_tokens: int, row_tiles: int) -> int:
     """Tiles of a step."""
-    row_blocks = -(-row_tiles * TILE_ROWS // variant.rows)
-    return row_blocks * -(-num_tokens // variant.tokens)
+    return _row_blocks(variant, row_tiles) * -(-num_tokens // variant.tokens)
+
+
+def _row_blocks(variant: Variant, row_tiles: int) -> int:
+    return -(-row_tiles * TILE_ROWS // variant.rows)
+
+
+def _blocks(variant: Variant, num_tokens: int, row_tiles: int, num_sms: int) -> int:
+    """Thread blocks of a launch: with equal shares as many of each token tile, and none with less
+    than a tile."""
+    if not variant.is_even:
+        return min(num_sms, _units(variant, num_tokens, row_tiles))
+    token_tiles = -(-num_tokens // variant.tokens)
+    return token_tiles * min(num_sms // token_tiles, _row_blocks(variant, row_tiles))
 
 
 def prefill_kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
@@ -121,10 +149,11 @@ def prefill_spec(
 ) -> KernelSpec:
     """The binary of one call and tile shape. is_expanded: `expand_launch` makes its weight."""
     words = (call.op, "many", variant.name, *["expanded"] * is_expanded)
+    handed = ("*fp32", "*i32") if variant.is_even else ()
     return KernelSpec(
         name=".".join((*words, *type_words(call, limits))),
         source="ops/packed_linear/prefill.cu",
-        arguments=("tensor_map", *argument_kinds(call, limits)),
+        arguments=("tensor_map", *argument_kinds(call, limits), *handed),
         constants={
             **type_constants(call, limits),
             "EXPANDED": int(is_expanded),
@@ -132,6 +161,7 @@ def prefill_spec(
             "TILE_TOKENS": variant.tokens,
             "A_STAGES": variant.a_stages,
             "B_STAGES": variant.b_stages,
+            "EVEN": int(variant.is_even),
         },
         entry="prefill",
         num_warps=4 * (_WARPGROUPS + 1),
@@ -160,9 +190,23 @@ def prefill_launch(
     row_tiles, num_sms = call.inputs["weight"].shape[0], env.limits.num_sms
     if variant is None:
         variant = choose(call, tokens, num_sms)
-    blocks = min(num_sms, _units(variant, tokens, row_tiles))
+    blocks = _blocks(variant, tokens, row_tiles, num_sms)
+    arguments = (token_map(call, variant.tokens), *argument_values(call, env, tokens))
+    if any(
+        each.is_even for each in variants_of(call)
+    ):  # asked for whatever is chosen: it is planned for
+        rooms = _handover_rooms(env)
+        arguments += rooms if variant.is_even else ()
     return Launch(
-        prefill_spec(call, variant, env.limits, is_expanded=is_expanded),
-        (blocks, 1, 1),
-        (token_map(call, variant.tokens), *argument_values(call, env, tokens)),
+        prefill_spec(call, variant, env.limits, is_expanded=is_expanded), (blocks, 1, 1), arguments
+    )
+
+
+def _handover_rooms(env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:
+    """For the sums that thread blocks leave to the next, of the largest tile, and flags of their
+    warps."""
+    num_sms, tile = env.limits.num_sms, EVEN_SQUARE
+    return (
+        env.scratch("packed_linear.left", (num_sms, tile.rows * tile.tokens), torch.float32),
+        env.scratch("packed_linear.is_left", (num_sms, 4 * tile.rows // TILE_ROWS), torch.int32),
     )

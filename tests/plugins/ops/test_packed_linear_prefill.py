@@ -22,6 +22,7 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear.kernel import kernels, launches
 from llmctl.plugins.ops.packed_linear.layout import packed_shape
 from llmctl.plugins.ops.packed_linear.prefill import (
+    EVEN_SQUARE,
     LONG,
     NARROW,
     SQUARE,
@@ -170,13 +171,26 @@ def test_a_grid_fills_the_device_at_most_once(name, tokens):
         launch = prefill_launch(call, env, tokens, variant)
         blocks = launch.grid[0]
         assert launch.grid[1:] == (1, 1)
-        tiles = -(-4096 // variant.rows) * -(-tokens // variant.tokens)
-        assert blocks == min(132, tiles)
+        row_blocks, token_tiles = -(-4096 // variant.rows), -(-tokens // variant.tokens)
+        if variant.is_even:  # as many of every token tile, each with a tile or more
+            assert blocks == token_tiles * min(132 // token_tiles, row_blocks)
+        else:
+            assert blocks == min(132, row_blocks * token_tiles)
         assert len(launch.arguments) == len(launch.spec.arguments)
         tensor_map = launch.arguments[0]
         assert isinstance(tensor_map, TensorMap)
         assert tensor_map.box_rows == variant.tokens
         assert tensor_map.box_columns * call.inputs["x"].element_size() == 128
+
+
+def test_blocks_have_equal_shares_where_whole_tiles_would_leave_many_without_work():
+    rotates = make_call("packed_linear_rope_kv", FP8, BF16, rows=10240, inner=8192)
+    assert choose(rotates, 256, 132) == EVEN_SQUARE  # 160 tiles
+    assert choose(rotates, 192 + 1, 160) == SQUARE
+    down = make_call("packed_linear", FP8, BF16, rows=4096, inner=14336)
+    assert choose(down, 640, 132) == EVEN_SQUARE and choose(down, 512, 132) == SQUARE
+    assert not choose(down, 2048, 132).is_even
+    assert not choose(make_call("packed_linear", BF16, BF16, rows=8192), 300, 132).is_even
 
 
 def test_wide_tiles_wait_until_there_are_enough_of_them():
