@@ -13,6 +13,7 @@ from llmctl.builder.engine_kernels import kernel_specs
 from llmctl.plugins.backends.cuda import nvrtc
 from llmctl.plugins.backends.cuda.compiler import PLUGINS, compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
+from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from scripts.bench.plan_support import plan_shape, planned
 from scripts.models.planted_shapes import SHAPES
 
@@ -56,7 +57,8 @@ def one_of_each_source() -> dict[str, KernelSpec]:
             found[f"{spec.source}{OF_TREES}"] = spec
         elif not spec.is_triton:
             found.setdefault(spec.source, spec)  # what ranks alone have
-    return found
+    offers = rank_offers.spec(2, 64128, 128256, has_sums=True)  # of draft heads
+    return found | {offers.source: offers}
 
 
 def test_every_cuda_source_compiles_with_the_oldest_compiler_without_spills(oldest):
