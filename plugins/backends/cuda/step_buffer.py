@@ -72,7 +72,8 @@ class StepBuffer:
             _fill(arrays[name], getattr(step, name), name)
         ends = context_ends(step)
         counts = step.cu_q[1:] - step.cu_q[:-1]
-        is_cut = (step.kv_len - counts < ends) & (counts < GROUP)
+        starts = np.maximum(step.kv_len - counts, 0)  # rows of heads have no place in a cache
+        is_cut = (starts < ends) & (counts < GROUP)
         assert not is_cut.any(), "tokens with FP8 products in less than a group"
         _fill(arrays["context_end"], ends, "context_end")
         rows, width = step.block_tables.shape

@@ -26,6 +26,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.example_parts import make_step
+from llmctl.runtime.step import pack_rows
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -49,6 +50,15 @@ def test_a_call_that_breaks_its_spec_is_refused():
     wrong = OpCall("embedding", "e", {"weight": torch.zeros(3)}, calls[0].outputs, {})
     with pytest.raises(CorruptEngine, match="'e'"):
         CudaProgram([wrong], [], LIMITS, "cpu", Recorder())
+
+
+def test_steps_of_heads_have_rows_without_a_place_in_a_cache():
+    """More rows than their one entry in it: they are no prompt's tokens."""
+    program, _ = make_program()
+    wanted = pack_rows(LIMITS.max_num_rows, [3, 0])
+    program.upload(wanted, STREAM)
+    assert program.step.logit_rows[:2].tolist() == [3, 0]
+    assert not program.step.context_end[:1].any()
 
 
 def found_arrays(step: DeviceStep, wanted) -> None:
