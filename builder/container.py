@@ -160,14 +160,19 @@ def map_container(
 
     storage = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     tensors = {}
-    for name, entry in header.items():
-        if name == METADATA:
-            continue
-        dtype: torch.dtype = getattr(torch, _TORCH_NAMES[entry["dtype"]])
-        begin, end = entry["data_offsets"]
-        data = storage[data_start + begin : data_start + end]
-        tensors[name] = data.view(dtype).view(entry["shape"])
+    for name, (begin, end) in byte_ranges(header, data_start).items():
+        dtype: torch.dtype = getattr(torch, _TORCH_NAMES[header[name]["dtype"]])
+        tensors[name] = storage[begin:end].view(dtype).view(header[name]["shape"])
     return tensors
+
+
+def byte_ranges(header: Mapping[str, Any], data_start: int) -> dict[str, tuple[int, int]]:
+    """Where each tensor's bytes are in the file. `check_entries` has passed the header."""
+    return {
+        name: (data_start + entry["data_offsets"][0], data_start + entry["data_offsets"][1])
+        for name, entry in header.items()
+        if name != METADATA
+    }
 
 
 def _is_same(found: Any, wanted: Mapping[str, Any]) -> bool:

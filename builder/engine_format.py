@@ -8,16 +8,15 @@ pickled and everything can be mapped into memory. This module is the only one of
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.container import (
     Entry,
+    byte_ranges,
     check_entries,
     corrupt,
     encode_header,
@@ -25,6 +24,13 @@ from llmctl.builder.container import (
     map_container,
     read_container_header,
     write_container,
+)
+from llmctl.builder.engine_config import (
+    CONFIG_FILE,
+    SCHEMA_VERSION,
+    EngineConfig,
+    config_path,
+    read_engine_config,
 )
 from llmctl.builder.heads.eagle.names import CACHE as EAGLE_CACHE
 from llmctl.builder.heads.eagle.names import EXTEND as EAGLE_EXTEND
@@ -54,15 +60,13 @@ from llmctl.builder.plan import (
     kv_bytes_per_token,
     trt_memory_bytes,
     weight_bytes,
+    weight_sizes,
 )
 from llmctl.builder.ranks import engine_file
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
 from llmctl.builder.step_limits import step_limits
-from llmctl.builder.validation import strict_json
-from llmctl.builder.validation.config import find_wrong_field
 from llmctl.builder.validation.plan import check_plan
-from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
-from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.errors import CorruptEngine, EngineNotFound
 
 if TYPE_CHECKING:
     import torch
@@ -107,44 +111,15 @@ __all__ = [
     "plan_entries",
     "read_engine_config",
     "read_plan",
+    "read_ranges",
     "step_limits",
     "trt_memory_bytes",
     "weight_bytes",
+    "weight_sizes",
     "write_engine",
 ]
 
-SCHEMA_VERSION = 11
-CONFIG_FILE = "config.json"
 TOKENIZER_FOLDER = "tokenizer"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """config.json of an engine directory, readable before any weight is read."""
-
-    version: int  # SCHEMA_VERSION of the writer
-    backend: str  # cpu | cuda | tensorrt | tensorrt-rtx
-    pretrained_config: Mapping[str, Any]
-    build_config: Mapping[str, Any]
-    plugin_config: Mapping[str, Any]
-    source: Mapping[str, Any]  # checkpoint path, file hashes
-    tokenizer: Mapping[str, Any]  # files, hash of their content, vocab_size
-    versions: Mapping[str, str]  # llmctl, torch, python, ...
-    command: str
-    files: Mapping[str, Any] = field(default_factory=dict)  # engine file -> bytes, header_sha256
-    # what kernels and plans are compiled for, commas between several; None: nothing is
-    compute_capability: str | None = None
-    # load_format: auto (stored in the file), or dummy or planted and what they are generated from
-    weights: Mapping[str, Any] = field(default_factory=lambda: {"load_format": "auto"})
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that run the engine together."""
-        return int(self.build_config.get("tp_size", 1))
-
-    def to_json(self) -> str:
-        """The document as stored: strict JSON, indented for people."""
-        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
 
 
 def plan_entries(plan: Plan) -> list[Entry]:
@@ -163,7 +138,7 @@ def plan_entries(plan: Plan) -> list[Entry]:
 def engine_bytes(plan: Plan) -> int:
     """The size the engine file will have."""
     entries = layout(plan_entries(plan))
-    return len(encode_header(entries, _metadata(plan))) + sum(e.num_bytes for e in entries)
+    return len(encode_header(entries, metadata_of(plan))) + sum(e.num_bytes for e in entries)
 
 
 def write_engine(
@@ -180,63 +155,9 @@ def write_engine(
     """
     name = engine_file(rank)
     num_bytes, digest = write_container(
-        folder / name, plan_entries(plan), _metadata(plan), chunks, on_progress
+        folder / name, plan_entries(plan), metadata_of(plan), chunks, on_progress
     )
     return {name: {"bytes": num_bytes, "header_sha256": digest}}
-
-
-def config_path(folder: Path) -> Path:
-    """The config.json of an engine directory. Raises EngineNotFound where there is none."""
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise EngineNotFound(
-            f"{folder} is not an engine directory: it has no {CONFIG_FILE}",
-            fix=f"llmctl build --checkpoint-dir CHECKPOINT --output-dir {folder}",
-        )
-    return path
-
-
-def read_engine_config(folder: Path) -> EngineConfig:
-    """config.json of an engine directory.
-
-    Raises EngineNotFound, CorruptEngine, or RebuildNeeded for another schema version.
-    """
-    path = config_path(folder)
-    try:
-        raw = strict_json.parse(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CorruptEngine(
-            f"{path} is not valid JSON: {error}", fix="build the engine again"
-        ) from error
-    if not isinstance(raw, dict) or not {"version", "build_config"} <= set(raw):
-        raise EngineNotFound(
-            f"{path} is not the config of an engine (a checkpoint folder has one of that name)",
-            fix="give the directory that `llmctl build` wrote",
-        )
-    if raw["version"] != SCHEMA_VERSION:
-        raise RebuildNeeded(
-            f"{folder} has engine schema {raw['version']!r}; this llmctl reads {SCHEMA_VERSION}",
-            fix=f"remove it and build again: {raw.get('command') or 'llmctl build'}",
-        )
-    names = {f.name for f in fields(EngineConfig)}
-    if set(raw) != names:
-        odd = sorted(set(raw) ^ names)[0]
-        raise CorruptEngine(
-            f"{path} {'has an unknown' if odd in raw else 'lacks the'} field {odd!r}",
-            fix="build the engine again",
-        )
-    for name in (f.name for f in fields(EngineConfig) if str(f.type).startswith("Mapping")):
-        if not isinstance(raw[name], dict):
-            raise CorruptEngine(f"{path}: {name} is not an object", fix="build the engine again")
-    if raw["backend"] not in tuple(BACKENDS):  # of any type
-        raise CorruptEngine(
-            f"{path} names the backend {raw['backend']!r}; known: {', '.join(BACKENDS)}",
-            fix="build the engine again",
-        )
-    wrong = find_wrong_field(raw)
-    if wrong is not None:
-        raise CorruptEngine(f"{path}: {wrong}", fix="build the engine again")
-    return EngineConfig(**raw)
 
 
 def read_plan(folder: Path, rank: int = 0) -> Plan:
@@ -263,6 +184,15 @@ def open_engine(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, torch.Tens
     with _naming(path):
         check_kernels(config, plan, tensors)
     return plan, tensors
+
+
+def read_ranges(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, tuple[int, int]]]:
+    """(the plan, which bytes of one rank's file each tensor is); imports no torch.
+
+    Raises what `read_plan` raises.
+    """
+    _, plan, header, data_start = _read_header(folder, rank)
+    return plan, byte_ranges(header, data_start)
 
 
 def _read_header(folder: Path, rank: int) -> tuple[EngineConfig, Plan, dict[str, Any], int]:
@@ -295,5 +225,6 @@ def _naming(path: Path) -> Iterator[None]:
         raise CorruptEngine(f"{path}: {error}", fix=error.fix) from error
 
 
-def _metadata(plan: Plan) -> dict[str, str]:
+def metadata_of(plan: Plan) -> dict[str, str]:
+    """What its engine file's header holds besides tensors."""
     return {"format": "llmctl", "schema_version": str(SCHEMA_VERSION), "plan": plan.to_json()}

@@ -255,10 +255,15 @@ def _read_cache(raw: Mapping[str, Any]) -> KvCacheSpec:
     return KvCacheSpec(**{**raw, "windows": tuple(raw["windows"])})
 
 
+def weight_sizes(plan: Plan) -> dict[str, int]:
+    """Bytes of each weight, stored and generated ones."""
+    weights = (t for t in plan.tensors if t.kind == "weight")
+    return {t.name: math.prod(map(int, t.shape)) * DTYPES[t.dtype][1] for t in weights}
+
+
 def weight_bytes(plan: Plan) -> int:
-    """Bytes of all weights, stored and generated ones."""
-    weights = [t for t in plan.tensors if t.kind == "weight"]
-    return sum(math.prod(map(int, t.shape)) * DTYPES[t.dtype][1] for t in weights)
+    """Bytes of all weights."""
+    return sum(weight_sizes(plan).values())
 
 
 def trt_memory_bytes(plan: Plan) -> int:

@@ -32,6 +32,7 @@ from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 if TYPE_CHECKING:
     from llmctl.runtime.api.executor import Executor
     from llmctl.runtime.drafting.drafter import Drafter
+    from llmctl.runtime.engines.weights_ahead import WeightsAhead
     from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
 
 
@@ -71,11 +72,12 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class CheckedEngines:
-    """Configurations that fit together, by role; no weight has been read yet."""
+    """Configurations that fit together, by role. On a GPU the target's weights are being read."""
 
     options: EngineOptions
     configs: Mapping[str, EngineConfig]
     draft_len: int  # the most drafts per round
+    ahead: WeightsAhead | None = None  # the first engines opened take it
 
     @property
     def target(self) -> EngineConfig:
@@ -90,8 +92,11 @@ class CheckedEngines:
         return 1 if self.options.ranks_on_one_device else self.target.num_ranks
 
 
-def check_engines(options: EngineOptions) -> CheckedEngines:
+def check_engines(options: EngineOptions, *, reads_ahead: bool = True) -> CheckedEngines:
     """Read every config.json and check that the engines fit together, and this machine.
+
+    reads_ahead: on a GPU begin to read the target's weights, since `OpenEngines` is next; torch,
+    which is imported meanwhile, takes longer than that.
 
     Raises EngineNotFound, CorruptEngine, RebuildNeeded, PairMismatch, Unsupported, and BadConfig
     where other ranks were started than the engine has; of a GPU's engines also NoDevice where there
@@ -104,17 +109,19 @@ def check_engines(options: EngineOptions) -> CheckedEngines:
             require_signed(folder, builder)
     configs = {role: read_engine_config(folder) for role, folder in options.folders.items()}
     target = configs[TARGET]
-    if BACKENDS[target.backend].on_gpu and target.num_ranks == 1:  # several have a device each
-        from llmctl.plugins.backends.cuda.driver import begin_aside
+    ahead = None
+    is_alone = target.num_ranks == 1  # several ranks have a device each
+    if reads_ahead and is_alone and BACKENDS[target.backend].on_gpu:
+        from llmctl.runtime.engines.weights_ahead import WeightsAhead
 
-        begin_aside()  # while torch is imported, for what follows
+        ahead = WeightsAhead.begin(options.engine_dir)
     require_world(target, options.tp_size)
     require_drafts(configs)
     draft_len = options.method.check(target, configs)
     opener_of(target.backend).check(
         target, options.num_threads, ranks_on_one_device=options.ranks_on_one_device
     )
-    return CheckedEngines(options, configs, draft_len)
+    return CheckedEngines(options, configs, draft_len, ahead)
 
 
 class OpenEngines:
@@ -138,6 +145,7 @@ class OpenEngines:
             windows=options.windows,
             rank_timeout_s=options.rank_timeout_s,
             ranks_on_one_device=options.ranks_on_one_device,
+            ahead=checked.ahead,
         )
         self.opened = opener_of(checked.target.backend).open(options.folders, request, log)
         self.target = self.opened.target

@@ -100,7 +100,7 @@ def compare(options: BenchOptions, text: str) -> int:
     entries = parse_entries(text, options.engines)
     require_writable(*options.files, source=options.load.dataset)
     for entry in entries:
-        _require_no_job(check_engines(entry.engines).target)
+        _require_no_job(check_engines(entry.engines, reads_ahead=False).target)
     measured: dict[str, Measured] = {}
     looks_ahead = any(entry.has_window for entry in entries)  # then the others leave windows out
     code = 0

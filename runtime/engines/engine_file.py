@@ -28,12 +28,7 @@ from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.engine import NO_WINDOWS, kv_bytes_per_block
 from llmctl.runtime.engines.graphs import MAX_GRAPHS
-from llmctl.runtime.engines.loading import (
-    LoadReport,
-    allocated_bytes,
-    load_weights,
-    sum_reports,
-)
+from llmctl.runtime.engines.loading import Loading, LoadReport, sum_reports
 from llmctl.runtime.engines.lockstep import lockstep_parts, lockstep_plan, name_on, rank_stride
 from llmctl.runtime.engines.memory_plan import GRAPH_BYTES_PER_LAUNCH, EngineMemory
 from llmctl.runtime.engines.open_tensorrt import (
@@ -43,6 +38,8 @@ from llmctl.runtime.engines.open_tensorrt import (
     plan_scratch_bytes,
 )
 from llmctl.runtime.engines.tensorrt_check import present_capability, require_tensorrt
+from llmctl.runtime.engines.weight_places import allocated_bytes
+from llmctl.runtime.engines.weights_ahead import WeightsAhead
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
 from llmctl.runtime.rounds.verification import graph_launches, head_launches
 
@@ -66,6 +63,7 @@ class EngineFile:
     config: EngineConfig
     plan: Plan
     ranks: tuple[RankFile, ...]
+    ahead: WeightsAhead | None = None  # of an engine of one rank
 
     @classmethod
     def open(
@@ -142,7 +140,7 @@ class EngineFile:
         that is not alone; make: takes what CudaEngine does."""
         if BACKENDS[self.config.backend].compiles_plans:
             return self._load_tensorrt(queue)
-        weights, report = self._load_weights(queue)
+        weights, loadings = self._begin_weights(queue)
         first, count = self.ranks[0], len(self.ranks)
         binaries = load_binaries(self.plan, first.tensors, str(self.config.compute_capability))
 
@@ -154,28 +152,34 @@ class EngineFile:
                 calls, binaries, limits, device, fused=fused, parts=parts, peers=each
             )
 
-        return make(self.config, self.plan, weights, make_program, queue), report
+        try:  # kernels are loaded while weights arrive
+            engine = make(self.config, self.plan, weights, make_program, queue)
+        finally:
+            report = sum_reports([loading.finish() for loading in loadings])
+        return engine, report
 
     def _load_tensorrt(self, queue: DeviceQueue) -> tuple[CudaEngine, LoadReport]:
         reports: list[LoadReport] = []
 
         def load() -> Mapping[str, torch.Tensor]:
-            weights, report = self._load_weights(queue)
-            reports.append(report)
+            weights, loadings = self._begin_weights(queue)
+            reports.extend(loading.finish() for loading in loadings)
             return weights
 
         trt = require_tensorrt(self.config)
         parts = (self.config, self.plan, self.ranks[0].tensors, queue, trt)
         engine = open_tensorrt(*parts, present_capability(), load)
-        return engine, reports[0]
+        return engine, sum_reports(reports)
 
-    def _load_weights(self, queue: DeviceQueue) -> tuple[dict[str, torch.Tensor], LoadReport]:
+    def _begin_weights(self, queue: DeviceQueue) -> tuple[dict[str, torch.Tensor], list[Loading]]:
+        """Stored weights are there when their loadings have finished, generated ones now."""
         weights: dict[str, torch.Tensor] = {}
-        reports: list[LoadReport] = []
+        loadings: list[Loading] = []
         for rank in self.ranks:
             number = rank.number
-            own, report = load_weights(rank.path, rank.plan, rank.tensors, queue)
-            reports.append(report)
+            loading = Loading(rank.path, rank.plan, rank.tensors, queue, self.ahead)
+            loadings.append(loading)
+            own = loading.weights
             if self.config.weights["load_format"] != "auto":
                 from llmctl.runtime.engines.planted_weights import generate_weights
 
@@ -185,7 +189,7 @@ class EngineFile:
             if len(self.ranks) > 1:
                 own = {name_on(number, name): tensor for name, tensor in own.items()}
             weights |= own
-        return weights, sum_reports(reports)
+        return weights, loadings
 
 
 def is_shared(folder: Path) -> bool:

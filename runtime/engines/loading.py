@@ -6,21 +6,19 @@ the weights are never in this process's memory as a whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
 from llmctl.builder.engine_format import Plan, PlanTensor
 from llmctl.plugins.backends.cuda.driver import cuda_driver
-from llmctl.plugins.backends.cuda.load import FilePiece, read_file
+from llmctl.plugins.backends.cuda.load import FilePiece, Reading
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.runtime.engines.rotary_tables import fill_rotary_tables
-
-WEIGHT_ALIGNMENT = 256  # bytes: what cudaMalloc gives, and two L2 cache lines
+from llmctl.runtime.engines.weight_places import weight_places
+from llmctl.runtime.engines.weights_ahead import WeightsAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,69 +43,63 @@ def sum_reports(reports: Sequence[LoadReport]) -> LoadReport:
     return LoadReport(sum(r.num_bytes for r in reports), sum(r.seconds for r in reports))
 
 
-def allocated_bytes(plan: Plan) -> int:
-    """Device memory that the weights of a plan take, each on an aligned address."""
-    return sum(_aligned(num_bytes) for num_bytes in _sizes(plan).values())
+class Loading:
+    """All weights of a plan on their way to the queue's device, in one allocation.
 
-
-def load_weights(
-    path: Path, plan: Plan, mapped: Mapping[str, torch.Tensor], queue: DeviceQueue
-) -> tuple[dict[str, torch.Tensor], LoadReport]:
-    """All weights of the plan on the queue's device, in one allocation.
-
-    Those that the engine file `path` stores, `mapped` views of its map, are copied; rotary tables
-    are computed; the others are left for whoever generates them. Raises OutOfMemory,
-    DeviceFailure, CorruptEngine (the file shrank).
+    Those that the engine file `path` stores, `mapped` views of its map, are copied by threads, from
+    now on or since `ahead` began; rotary tables are computed; the others are left for whoever
+    generates them. Addresses may be used at once, values after `finish`.
     """
-    began = perf_counter()
-    with device_errors("allocating the weights"), queue.scope():
-        memory = torch.empty(allocated_bytes(plan), dtype=torch.uint8, device=queue.device)
-    queue.synchronize()  # the copies run on other streams
-    sizes = _sizes(plan)
-    weights: dict[str, torch.Tensor] = {}
-    pieces: list[FilePiece] = []
-    offset = 0
-    for tensor in plan.tensors:
-        if tensor.kind != "weight":
-            continue
-        num_bytes = sizes[tensor.name]
-        if tensor.is_stored:
-            source = mapped[tensor.name]
-            begin = source.data_ptr() - source.untyped_storage().data_ptr()
-            pieces.append((begin, begin + num_bytes, memory.data_ptr() + offset))
-        dtype: torch.dtype = getattr(torch, tensor.dtype)
-        data = memory[offset : offset + num_bytes]
-        weights[tensor.name] = data.view(dtype).view(_shape(tensor))
-        offset += _aligned(num_bytes)
-    with device_errors("computing the rotary tables"), queue.scope():
-        fill_rotary_tables(plan, weights)
-    _read(path, memory, pieces)
-    queue.synchronize()
-    num_copied = sum(end - begin for begin, end, _ in pieces)
-    return weights, LoadReport(num_copied, perf_counter() - began)
 
+    def __init__(
+        self,
+        path: Path,
+        plan: Plan,
+        mapped: Mapping[str, torch.Tensor],
+        queue: DeviceQueue,
+        ahead: WeightsAhead | None = None,
+    ) -> None:
+        """Raises OutOfMemory, DeviceFailure."""
+        places, num_bytes = weight_places(plan)
+        taken = None if ahead is None else ahead.take_memory(path, num_bytes)
+        with device_errors("allocating the weights"), queue.scope():
+            if taken is not None:
+                memory = torch.as_tensor(taken, device=queue.device)
+            else:
+                memory = torch.empty(num_bytes, dtype=torch.uint8, device=queue.device)
+        queue.synchronize()  # the copies run on other streams
+        self.weights: dict[str, torch.Tensor] = {}
+        pieces: list[FilePiece] = []
+        for tensor in plan.tensors:
+            if tensor.kind != "weight":
+                continue
+            begin, end = places[tensor.name]
+            if tensor.is_stored:
+                source = mapped[tensor.name]
+                at = source.data_ptr() - source.untyped_storage().data_ptr()
+                pieces.append((at, at + end - begin, memory.data_ptr() + begin))
+            dtype: torch.dtype = getattr(torch, tensor.dtype)
+            self.weights[tensor.name] = memory[begin:end].view(dtype).view(_shape(tensor))
+        if taken is not None and ahead is not None:
+            self._reading: Reading = ahead.reading
+        else:
+            driver = cuda_driver(memory.device.index or 0) if memory.is_cuda else None
+            self._reading = Reading(path, pieces, driver)
+        with device_errors("computing the rotary tables"), queue.scope():
+            fill_rotary_tables(plan, self.weights)
+        self._queue = queue
 
-def _sizes(plan: Plan) -> dict[str, int]:
-    """Bytes of each weight."""
-    return {
-        tensor.name: math.prod(_shape(tensor)) * getattr(torch, tensor.dtype).itemsize
-        for tensor in plan.tensors
-        if tensor.kind == "weight"
-    }
+    def finish(self) -> LoadReport:
+        """Wait until every value is there.
+
+        Raises DeviceFailure, and CorruptEngine where the file shrank.
+        """
+        with device_errors("loading weights"):
+            seconds = self._reading.wait()
+        self._queue.synchronize()
+        return LoadReport(self._reading.num_bytes, seconds)
 
 
 def _shape(tensor: PlanTensor) -> tuple[int, ...]:
     assert all(isinstance(dim, int) for dim in tensor.shape), tensor.name
     return tuple(int(dim) for dim in tensor.shape)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // WEIGHT_ALIGNMENT) * WEIGHT_ALIGNMENT
-
-
-def _read(path: Path, memory: torch.Tensor, pieces: Sequence[FilePiece]) -> None:
-    """Read ranges of the file to addresses within `memory`."""
-    device = memory.device
-    driver = cuda_driver(device.index or 0) if device.type == "cuda" else None
-    with device_errors("loading weights"):
-        read_file(path, pieces, driver)

@@ -35,6 +35,7 @@ from llmctl.runtime.engines.memory_plan import (
     EngineMemory,
     plan_device,
 )
+from llmctl.runtime.engines.weights_ahead import WeightsAhead
 from llmctl.runtime.kv_cache import most_step_tokens
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, cache_window
 from llmctl.runtime.ranks.leader import Leader
@@ -107,11 +108,12 @@ def plan_engines(
     lengths: Sequence[int] = (),
     has_host_tier: bool = False,
     rank: int | None = None,
+    ahead: WeightsAhead | None = None,
 ) -> PlannedEngines:
     """Plan the memory of all engines on the device. `folders` by role, the target first. `lengths`:
     draft lengths whose graphs are captured before the first request. has_host_tier: whether KV
     blocks move to host memory, which needs buffers. rank: the one that has the device, of engines
-    of several; None: all have it.
+    of several; None: all have it. ahead: of the target, whose weights are being read already.
 
     Raises what `EngineFile.open` raises, NoDevice, RebuildNeeded (another compute capability) and
     OutOfMemory.
@@ -122,6 +124,8 @@ def plan_engines(
     }
     for file in files.values():
         require_device(file.config)
+    role, first = next(iter(files.items()))
+    files[role] = replace(first, ahead=ahead)
     target, *drafts = files.values()
     limits = target.config.build_config
     draft_len = int(limits["max_draft_len"])
@@ -131,14 +135,15 @@ def plan_engines(
     sampling += state_bytes(*sizes)
     windows_of = step_limits(target.plan, limits).lookahead
     sampling += tree_bytes(target.plan, *sizes, windows_of, may_grow=bool(drafts))
+    held_bytes = 0 if ahead is None else ahead.held_bytes
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     most = [int(file.config.build_config["max_batch_size"]) for file in files.values()]
     most += [file.plan.max_num_tokens // MOST_FED for file in drafts]
-    ahead = [length for _, length in ahead_of_need(min(most), lengths)]
+    captured = [length for _, length in ahead_of_need(min(most), lengths)]
     memories = [
-        file.memory(role, sampling, num_engines=len(files), ahead=[1] * len(ahead))
+        file.memory(role, sampling, num_engines=len(files), ahead=[1] * len(captured))
         if file is target
-        else file.memory(role, round_steps=draft_len, num_engines=len(files), ahead=ahead)
+        else file.memory(role, round_steps=draft_len, num_engines=len(files), ahead=captured)
         for role, file in files.items()
     ]
     if rank is not None:
@@ -147,7 +152,7 @@ def plan_engines(
         memories = [_with_host_tier(memory) for memory in memories]
     memory = plan_device(
         memories,
-        free_bytes=free_bytes,
+        free_bytes=free_bytes + held_bytes,
         total_bytes=total_bytes,
         free_fraction=DEFAULT_DEVICE_FRACTION if free_fraction is None else free_fraction,
         max_tokens=max_tokens,

@@ -58,6 +58,7 @@ class GpuOpener(Opener):
             lengths=request.lengths,
             has_host_tier=request.has_host_tier,
             rank=rank,
+            ahead=request.ahead,
         )
         log([f"device: {planned.device_name}", *planned.memory.lines()])
         if rank is None:

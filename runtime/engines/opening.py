@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llmctl.runtime.drafting.method import DraftMethod
     from llmctl.runtime.engines.engine import Engine
     from llmctl.runtime.engines.memory_plan import KvCachePlan
+    from llmctl.runtime.engines.weights_ahead import WeightsAhead
     from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
     from llmctl.runtime.kv_cache import AttentionWindow
     from llmctl.runtime.rounds.rounds import RoundRunner
@@ -43,6 +44,7 @@ class OpenRequest:
     windows: WindowOptions
     rank_timeout_s: float  # how long one rank waits for another
     ranks_on_one_device: bool  # of a GPU
+    ahead: WeightsAhead | None  # of the target, on a GPU
 
 
 class OpenedEngines(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from llmctl.builder.container import map_container, read_container_header
 from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanTensor, engine_file, write_engine
 from llmctl.builder.rope import read_rope
 from llmctl.plugins.backends.cuda import load
+from llmctl.plugins.backends.cuda.load_ahead import ReadingAhead
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
-from llmctl.runtime.engines.loading import load_weights
+from llmctl.runtime.engines.loading import Loading
 from llmctl.runtime.engines.rotary_tables import make_rotary_tables
 
 LLAMA = {
@@ -56,10 +58,33 @@ def test_everything_arrives_as_the_file_has_it(
     write_engine(tmp_path, plan, chunks, lambda _: None)
     path = tmp_path / engine_file(0)
     raw, header = read_container_header(path)
-    weights, report = load_weights(
-        path, plan, map_container(path, header, len(raw)), DeviceQueue("cuda")
-    )
+    loading = Loading(path, plan, map_container(path, header, len(raw)), DeviceQueue("cuda"))
+    weights, report = loading.weights, loading.finish()
     for name, wanted in values.items():
         assert torch.equal(weights[name].cpu().view(torch.uint8), wanted.view(torch.uint8)), name
     assert torch.equal(weights["rotary"].cpu(), make_rotary_tables(plan)["rotary"])
     assert report.num_bytes == sum(value.nbytes for value in values.values())
+
+
+def test_a_file_is_read_into_memory_that_torch_takes_over(tmp_path: Path) -> None:
+    values = torch.randint(0, 256, (50_000_000,), dtype=torch.uint8)
+    path = tmp_path / "weights"
+    path.write_bytes(values.numpy().tobytes())
+    size = 1 << 30
+    pieces = [(1000, 49_000_000, 256), (0, 7, size - 7)]
+    reading = ReadingAhead(path, pieces, size)
+    assert reading.held_bytes == size
+    memory = torch.as_tensor(reading.take_memory(), device="cuda")
+    assert memory.dtype == torch.uint8 and memory.numel() == size and reading.held_bytes == 0
+    assert reading.wait() > 0
+    assert torch.equal(memory[256 : 256 + 48_999_000].cpu(), values[1000:49_000_000])
+    assert torch.equal(memory[-7:].cpu(), values[:7])
+    held, _ = torch.cuda.mem_get_info()
+    del memory, reading
+    gc.collect()
+    assert torch.cuda.mem_get_info()[0] >= held + size // 2
+    unused = ReadingAhead(path, pieces, size)
+    assert unused.held_bytes == size
+    del unused
+    gc.collect()
+    assert torch.cuda.mem_get_info()[0] >= held + size // 2

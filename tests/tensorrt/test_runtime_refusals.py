@@ -166,7 +166,7 @@ def test_plans_are_refused_before_weights_are_read(monkeypatch, tmp_path) -> Non
     def read(*_: object) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("llmctl.runtime.engines.engine_file.load_weights", read)
+    monkeypatch.setattr("llmctl.runtime.engines.engine_file.Loading", read)
     planned = plan_engines({"target": folder})
     with pytest.raises(CorruptEngine, match="cannot open the plan first"):
         planned.load()

@@ -112,6 +112,9 @@ def load_kernels() -> ctypes.CDLL:
     pointers = [c_void_p, c_void_p, c_void_p]
     loaded.llmctl_load.argtypes = [c_int32, c_void_p, c_int64, c_int64, c_int32, c_int32, *pointers]
     loaded.llmctl_load.restype = None
+    sizes = [c_int64, c_int64, c_int32, c_int32]
+    loaded.llmctl_load_ahead.argtypes = [c_int32, c_void_p, *sizes, c_int32, c_int64, *pointers]
+    loaded.llmctl_load_ahead.restype = None
     loaded.llmctl_measure_read.argtypes = [c_void_p, c_int64]
     loaded.llmctl_measure_read.restype = c_double
     loaded.llmctl_measure_multiply_add.argtypes = [c_int64]

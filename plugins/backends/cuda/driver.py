@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from ctypes import byref, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from llmctl.errors import DeviceFailure, LlmctlError, NoDevice, OutOfMemory
+from llmctl.errors import DeviceFailure, NoDevice, OutOfMemory
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel
 from llmctl.plugins.backends.cuda.dtypes import pointer
 from llmctl.plugins.backends.cuda.kernel_spec import TensorMap
@@ -244,17 +243,6 @@ class Event:
     def wait(self) -> None:
         """Block the host until what was marked is done."""
         self._driver._call("cuEventSynchronize", self._handle)
-
-
-def begin_aside(device: int = 0) -> None:
-    """Make a device's context on a thread of its own. That takes tenths of a second in which the
-    driver needs no Python, so imports can go on; what fails there fails for whoever needs it."""
-
-    def make() -> None:
-        with suppress(LlmctlError):
-            cuda_driver(device)
-
-    threading.Thread(target=make, name="llmctl-context", daemon=True).start()
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import threading
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from support.cuda_samples.specs import ADD_ROWS, COPY_BOX
 from llmctl.errors import DeviceFailure, NoDevice, OutOfMemory
 from llmctl.plugins.backends.cuda import driver as driver_module
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel
-from llmctl.plugins.backends.cuda.driver import CudaDriver, LoadedKernel, begin_aside
+from llmctl.plugins.backends.cuda.driver import CudaDriver, LoadedKernel
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, TensorMap
 
 
@@ -206,29 +205,3 @@ def test_a_machine_without_a_driver_is_named(monkeypatch):
     with pytest.raises(NoDevice, match="libcuda.so.1") as failure:
         CudaDriver()
     assert "--backend cpu" in failure.value.fix
-
-
-def test_a_context_is_made_aside_for_whoever_needs_it(library: Library) -> None:
-    driver_module.cuda_driver.cache_clear()
-    try:
-        begin_aside()
-        for thread in threading.enumerate():
-            if thread.name == "llmctl-context":
-                thread.join(10)
-        assert [name for name, _ in library.calls].count("cuDevicePrimaryCtxRetain") == 1
-        driver_module.cuda_driver(0)
-        assert [name for name, _ in library.calls].count("cuDevicePrimaryCtxRetain") == 1
-    finally:
-        driver_module.cuda_driver.cache_clear()
-
-
-def test_a_context_that_cannot_be_made_aside_fails_for_whoever_needs_it(monkeypatch) -> None:
-    found = Library(cuInit=100)
-    monkeypatch.setattr(driver_module.ctypes, "CDLL", lambda name: found)
-    driver_module.cuda_driver.cache_clear()
-    begin_aside()
-    for thread in threading.enumerate():
-        if thread.name == "llmctl-context":
-            thread.join(10)
-    with pytest.raises(NoDevice, match="cuInit"):
-        driver_module.cuda_driver(0)

@@ -14,7 +14,8 @@ from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanTensor, engine_f
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.cuda import load
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
-from llmctl.runtime.engines.loading import WEIGHT_ALIGNMENT, allocated_bytes, load_weights
+from llmctl.runtime.engines.loading import Loading
+from llmctl.runtime.engines.weight_places import WEIGHT_ALIGNMENT, allocated_bytes
 
 SHAPES = {
     "big": ("bfloat16", (300, 64)),
@@ -58,7 +59,8 @@ def test_every_weight_arrives_whole_in_aligned_memory(
 ) -> None:
     monkeypatch.setattr(load, "CHUNK_BYTES", chunk_bytes)
     path, plan, values = stored
-    weights, report = load_weights(path, plan, mapped(path), DeviceQueue("cpu"))
+    loading = Loading(path, plan, mapped(path), DeviceQueue("cpu"))
+    weights, report = loading.weights, loading.finish()
     assert list(weights) == list(SHAPES)
     base = min(weight.data_ptr() for weight in weights.values())
     for name, weight in weights.items():
@@ -75,7 +77,8 @@ def test_weights_that_are_generated_get_room_and_are_not_read(
     path, plan, values = stored
     extra = PlanTensor("made", "weight", "bfloat16", (64, 64), is_stored=False)
     plan = replace(plan, tensors=(extra, *plan.tensors))
-    weights, report = load_weights(path, plan, mapped(path), DeviceQueue("cpu"))
+    loading = Loading(path, plan, mapped(path), DeviceQueue("cpu"))
+    weights, report = loading.weights, loading.finish()
     assert weights["made"].shape == (64, 64)
     assert torch.equal(weights["more"].view(torch.uint8), values["more"].view(torch.uint8))
     assert report.num_bytes == sum(value.nbytes for value in values.values())
@@ -89,4 +92,4 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 5000)
     with pytest.raises(CorruptEngine, match="ends at byte"):
-        load_weights(path, plan, views, DeviceQueue("cpu"))
+        Loading(path, plan, views, DeviceQueue("cpu")).finish()

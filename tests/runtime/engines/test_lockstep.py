@@ -25,7 +25,6 @@ from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram
 from llmctl.runtime.engines.engine import bind_plan, kv_bytes_per_block, kv_cache_shape, make_calls
-from llmctl.runtime.engines.loading import allocated_bytes
 from llmctl.runtime.engines.lockstep import (
     lockstep_parts,
     lockstep_plan,
@@ -35,6 +34,7 @@ from llmctl.runtime.engines.lockstep import (
 from llmctl.runtime.engines.planted_text import next_tokens
 from llmctl.runtime.engines.planted_weights import generate_weights
 from llmctl.runtime.engines.rotary_tables import fill_rotary_tables
+from llmctl.runtime.engines.weight_places import allocated_bytes
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
 COUNTS = (2, 4, 8)

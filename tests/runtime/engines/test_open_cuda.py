@@ -152,6 +152,18 @@ def test_a_pair_is_planned_together_from_its_headers(
     assert plan_engines({"target": target}, max_tokens=64).memory.kv_cache.num_blocks == 2
 
 
+def test_memory_that_already_holds_the_target_is_not_counted_twice(
+    tmp_path: Path, gpu: dict[str, object]
+) -> None:
+    folder = write(tmp_path / "target")
+    wanted = plan_engines({"target": folder}).memory
+    free, total = gpu["memory"]
+    gpu["memory"] = (free - 2 * WIDTH, total)
+    ahead = SimpleNamespace(held_bytes=2 * WIDTH)
+    planned = plan_engines({"target": folder}, ahead=ahead)
+    assert planned.memory == wanted and planned.files["target"].ahead is ahead
+
+
 def test_a_host_tier_has_buffers_on_the_device(tmp_path: Path, gpu: dict[str, object]) -> None:
     folders = {role: write(tmp_path / role) for role in ("target", "draft")}
     without, with_tier = (

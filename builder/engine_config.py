@@ -1,0 +1,100 @@
+"""config.json of an engine directory: what is known of an engine before its file is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from llmctl.builder.validation import strict_json
+from llmctl.builder.validation.config import find_wrong_field
+from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
+from llmctl.plugins.backends.backend import BACKENDS
+
+SCHEMA_VERSION = 11
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """config.json of an engine directory, readable before any weight is read."""
+
+    version: int  # SCHEMA_VERSION of the writer
+    backend: str  # cpu | cuda | tensorrt | tensorrt-rtx
+    pretrained_config: Mapping[str, Any]
+    build_config: Mapping[str, Any]
+    plugin_config: Mapping[str, Any]
+    source: Mapping[str, Any]  # checkpoint path, file hashes
+    tokenizer: Mapping[str, Any]  # files, hash of their content, vocab_size
+    versions: Mapping[str, str]  # llmctl, torch, python, ...
+    command: str
+    files: Mapping[str, Any] = field(default_factory=dict)  # engine file -> bytes, header_sha256
+    # what kernels and plans are compiled for, commas between several; None: nothing is
+    compute_capability: str | None = None
+    # load_format: auto (stored in the file), or dummy or planted and what they are generated from
+    weights: Mapping[str, Any] = field(default_factory=lambda: {"load_format": "auto"})
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that run the engine together."""
+        return int(self.build_config.get("tp_size", 1))
+
+    def to_json(self) -> str:
+        """The document as stored: strict JSON, indented for people."""
+        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+
+def config_path(folder: Path) -> Path:
+    """The config.json of an engine directory. Raises EngineNotFound where there is none."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise EngineNotFound(
+            f"{folder} is not an engine directory: it has no {CONFIG_FILE}",
+            fix=f"llmctl build --checkpoint-dir CHECKPOINT --output-dir {folder}",
+        )
+    return path
+
+
+def read_engine_config(folder: Path) -> EngineConfig:
+    """config.json of an engine directory.
+
+    Raises EngineNotFound, CorruptEngine, or RebuildNeeded for another schema version.
+    """
+    path = config_path(folder)
+    try:
+        raw = strict_json.parse(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptEngine(
+            f"{path} is not valid JSON: {error}", fix="build the engine again"
+        ) from error
+    if not isinstance(raw, dict) or not {"version", "build_config"} <= set(raw):
+        raise EngineNotFound(
+            f"{path} is not the config of an engine (a checkpoint folder has one of that name)",
+            fix="give the directory that `llmctl build` wrote",
+        )
+    if raw["version"] != SCHEMA_VERSION:
+        raise RebuildNeeded(
+            f"{folder} has engine schema {raw['version']!r}; this llmctl reads {SCHEMA_VERSION}",
+            fix=f"remove it and build again: {raw.get('command') or 'llmctl build'}",
+        )
+    names = {f.name for f in fields(EngineConfig)}
+    if set(raw) != names:
+        odd = sorted(set(raw) ^ names)[0]
+        raise CorruptEngine(
+            f"{path} {'has an unknown' if odd in raw else 'lacks the'} field {odd!r}",
+            fix="build the engine again",
+        )
+    for name in (f.name for f in fields(EngineConfig) if str(f.type).startswith("Mapping")):
+        if not isinstance(raw[name], dict):
+            raise CorruptEngine(f"{path}: {name} is not an object", fix="build the engine again")
+    if raw["backend"] not in tuple(BACKENDS):  # of any type
+        raise CorruptEngine(
+            f"{path} names the backend {raw['backend']!r}; known: {', '.join(BACKENDS)}",
+            fix="build the engine again",
+        )
+    wrong = find_wrong_field(raw)
+    if wrong is not None:
+        raise CorruptEngine(f"{path}: {wrong}", fix="build the engine again")
+    return EngineConfig(**raw)
