@@ -54,6 +54,9 @@ MEETING_S = {2: 2.7e-6, 4: 2.9e-6, 8: 3.1e-6}
 MORE_S = {1: 0.0, 2: 0.0, 4: 2e-6, 8: 2e-6}  # of a meeting at most
 NORM_S = 0.84e-6 - 2.15e-6  # of a norm in the launch of a sum, beside what a layer waits
 BEST_BYTES = 8  # of the best of PEER_CHUNK ids
+# What a step of a ReDrafter head waits beside reading and meetings: of 70B on H200s (4 beams) 29 us
+# on one rank, 34 on two, 28 to 36 on four.
+HEAD_WAIT_S = 32e-6
 LINK_SHARE = 0.64  # of NVLink's bandwidth one way: 290 of 450 GB/s
 
 
@@ -96,6 +99,24 @@ def head_meeting(share: int, rows: int) -> Meeting:
     which a rank has `share` columns. (Draws without filters take 32 bytes a row;
     with filters logits are gathered, 4 bytes each.)"""
     return Meeting(BEST_BYTES * rows * -(-share // PEER_CHUNK), is_sum=False)
+
+
+def listing_meeting(share: int, rows: int, count: int) -> Meeting:
+    """Behind the output projection of a draft head: the `count` likeliest of each PEER_CHUNK of a
+    rank's ids, and the sum of exponentials, of so many rows."""
+    return Meeting(BEST_BYTES * rows * (count + 1) * -(-share // PEER_CHUNK), is_sum=False)
+
+
+def head_time(
+    gpu: Gpu, num_ranks: int, read_bytes: int, meetings: Sequence[Meeting]
+) -> RankTime | None:
+    """The time of a step of a ReDrafter head of which each rank reads so much; None as for
+    `rank_time`."""
+    if gpu.read_bytes_s is None or num_ranks > gpu.most_linked:
+        return None
+    alone = read_bytes / (gpu.read_bytes_s * READ_SHARE) + HEAD_WAIT_S
+    least = sum(meeting_s(gpu, num_ranks, meeting) for meeting in meetings)
+    return RankTime(alone, least, least + MORE_S[num_ranks] * len(meetings))
 
 
 def rank_time(gpu: Gpu, step: RankStep, waits: Waits = LAYER_WAITS) -> RankTime | None:

@@ -12,6 +12,7 @@ and cli/rank_speed.py (several). Beside them:
 - Drafts are right with one probability each, independently, so that a round of k drafts has
   (1 - p^(k+1)) / (1 - p) tokens. A draft engine has one rank or as many as the target, whichever
   makes rounds shorter; its steps are those of a model alone.
+- A step of a ReDrafter head, in FP8, reads a rank's rows; ranks gather thrice and list likely ids.
 - A round's time is that of its steps, 0.02 ms of the host, and nothing else. Prompts are left out.
 """
 
@@ -30,7 +31,14 @@ import numpy as np
 from llmctl.builder.planted import STANDARD_ACCEPTANCE
 from llmctl.builder.ranks import local_kv_heads, row_share
 from llmctl.cli.gpus import GPUS, effective_read_bytes_s
-from llmctl.cli.rank_speed import Meeting, RankStep, head_meeting, rank_time
+from llmctl.cli.rank_speed import (
+    Meeting,
+    RankStep,
+    head_meeting,
+    head_time,
+    listing_meeting,
+    rank_time,
+)
 from llmctl.plugins.core.op_rules import RANK_COUNTS
 from llmctl.plugins.fused.all_reduce_norm.spec import warps_of
 from scripts.models.planted_shapes import SHAPES, Shape
@@ -75,6 +83,17 @@ class Round:
         return low, high
 
 
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A target with a ReDrafter head. tokens: of a round, of planted heads of acceptance 0.65."""
+
+    target: str
+    num_beams: int
+    length: int
+    tokens: float
+
+
+HEAD = Recurrent("70b", 4, 5, 3.49)
 PAIRS = (Pair("70b"), Pair("70b", "1b"), Pair("405b"), Pair("405b", "8b"), Pair("8b"))
 
 
@@ -99,6 +118,28 @@ def weight_bytes(shape: Shape, ranks: int) -> int:
     """What a rank holds: the same without KV cache, and the embedding."""
     kv_bytes = 2 * local_kv_heads(shape.kv_heads, ranks) * shape.head_size * CONTEXT * shape.layers
     return read_bytes(shape, ranks) - kv_bytes + 2 * shape.vocab * shape.hidden
+
+
+def recurrent_bytes(shape: Shape, ranks: int) -> int:
+    """What a rank reads in a step of a ReDrafter head: its rows of W, U, two layers and the output
+    projection."""
+    width = 2 * shape.hidden
+    rows = (2 * shape.hidden * shape.hidden + 2 * width * width) // ranks
+    return rows + head_rows(shape, ranks) * width
+
+
+def recurrent_ms(head: Recurrent, ranks: int) -> Bounds:
+    """The draft part of a round: a step of one row, and others of a row for each beam."""
+    shape = SHAPES[head.target]
+    read, least, most = recurrent_bytes(shape, ranks), 0.0, 0.0
+    for rows in (1, *[head.num_beams] * (head.length - 1)):
+        gathered = (2 * rows * part * shape.hidden // ranks for part in (1, 2, 2))
+        listed = listing_meeting(head_rows(shape, ranks), rows, head.num_beams)
+        time = head_time(CARD, ranks, read, [*map(Meeting, gathered), listed])
+        assert time is not None
+        low, high = time.bounds_s
+        least, most = least + 1e3 * low, most + 1e3 * high
+    return least, most
 
 
 def step_ms(shape: Shape, ranks: int, tokens: int = 1) -> Bounds:
@@ -187,6 +228,26 @@ def tables() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for pair in (pair for pair in PAIRS if pair.draft is not None):
         yield from _pair_rows(pair)
+    yield ""
+    yield (
+        "| with a ReDrafter head | ranks | weights of the head a rank, GB | draft part, ms | "
+        "verification, ms | tok/s | times plain |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    yield from _head_rows(HEAD)
+
+
+def _head_rows(head: Recurrent) -> Iterator[str]:
+    shape = SHAPES[head.target]
+    name = f"{head.target}, {head.num_beams} beams of {head.length}"
+    for ranks in RANK_COUNTS:
+        draft = recurrent_ms(head, ranks)
+        verify = step_ms(shape, ranks, head.num_beams * head.length + 1)
+        whole = draft[0] + verify[0] + HOST_MS, draft[1] + verify[1] + HOST_MS
+        held = f"{recurrent_bytes(shape, ranks) / 1e9:.2f}"
+        times = f"{head.tokens * sum(step_ms(shape, ranks)) / sum(whole):.2f}"
+        took = f"{span(draft)} | {span(verify)} | {rate(head.tokens, whole)}"
+        yield f"| {name} | {ranks} | {held} | {took} | {times} |"
 
 
 def _plain_rows(pair: Pair) -> Iterator[str]:

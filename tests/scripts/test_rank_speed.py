@@ -13,6 +13,7 @@ from llmctl.builder.config import BuildRequest
 from llmctl.builder.planted import LoadFormat
 from llmctl.cli.inspect.cost import Step, meetings, step_bytes
 from scripts.bench.plan_support import plan_shape
+from scripts.bench.rows import weight_bytes
 from scripts.bench.slices import parse, slice_of
 from scripts.models import rank_speed
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
@@ -73,6 +74,40 @@ def test_bytes_and_meetings_are_those_of_a_plan(tmp_path: Path, size: str, ranks
     assert [m.num_bytes for m in met if not m.is_sum] == (
         [8 * -(-rank_speed.head_rows(shape, ranks) // 1024)] if ranks > 1 else []
     )
+
+
+def test_a_head_reads_what_a_rank_reads_of_its_graphs(tmp_path: Path) -> None:
+    shape = SHAPES["8b"]
+    write_checkpoint(tmp_path / "8b", Recipe("8b"), config_only=True)
+    for ranks in (1, 4):
+        request = BuildRequest(
+            max_seq_len=2048, tp_size=ranks, speculative_decoding_mode="redrafter"
+        )
+        load_format = LoadFormat("planted")
+        engine = plan_build(
+            tmp_path / "8b", request, backend="cuda", load_format=load_format, with_binaries=False
+        )
+        for graph in engine.plan.heads:
+            found = rank_speed.recurrent_bytes(shape, ranks)
+            assert found == pytest.approx(weight_bytes(engine.plan, graph), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "draft_ms", "verify_ms", "times"),
+    [(1, 3.235, 17.3, 2.72), (2, 1.772, 10.0, 2.59), (4, 1.014, 6.81, 2.32)],
+)
+def test_rounds_of_a_head_take_what_was_measured(
+    ranks: int, draft_ms: float, verify_ms: float, times: float
+) -> None:
+    """70B on H200s (docs/performance/tensor_parallel.md); prompts are left out of what is computed,
+    which is why it is faster over plain decoding."""
+    head, shape = rank_speed.HEAD, SHAPES["70b"]
+    draft = rank_speed.recurrent_ms(head, ranks)
+    verify = rank_speed.step_ms(shape, ranks, 21)
+    assert sum(draft) / 2 == pytest.approx(draft_ms, rel=0.02)
+    assert sum(verify) / 2 == pytest.approx(verify_ms, rel=0.04)
+    found = head.tokens * sum(rank_speed.step_ms(shape, ranks)) / (sum(draft) + sum(verify))
+    assert times < found < 1.025 * times
 
 
 def test_a_draft_is_divided_where_that_is_faster() -> None:
