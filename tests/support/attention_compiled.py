@@ -90,7 +90,8 @@ def _values(spec: KernelSpec, *names: str) -> list[int]:
 def check_chains(specs: Sequence[KernelSpec]) -> None:
     """Products by tensor cores, nothing spilled, launches in order."""
     for spec, binary, code in compile_all(specs):
-        assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
+        if not spec.constants.get("IMAGES"):  # check_chunk says what their copying warps spill
+            assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         is_group = spec.entry not in ("batch", "verification")  # whose products are of one warp
         has_products = spec.entry != "images"  # what they read is written there
         assert ("HGMMA" in code) == (has_products and is_group), spec.name

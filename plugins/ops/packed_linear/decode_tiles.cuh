@@ -45,9 +45,11 @@ template <int ACTIVE>
 DEVICE void multiply_tiles(const Shared& shared, Walk& walk, const Epilogue& e,
                            const Handover& handover, const Tokens& tokens, bool& has_waited) {
   // Constants of four slices, or of few rows and tokens where these have few, find room in registers and are
-  // loaded before the products. Of more, each slice's are loaded when it is stored: four at a time were slower.
+  // loaded before the products; so are those of pairs, which are alone on their multiprocessors. Of more, each slice's
+  // are loaded when it is stored: four at a time were slower.
   constexpr int SLICES = ACTIVE * OCTETS;
-  constexpr bool IS_EARLY = SLICES <= 4 || (EPILOGUE != 2 && ROW_TILES + OCTETS <= 5);
+  constexpr bool FITS = EPILOGUE == 0 && SHARERS > 1;
+  constexpr bool IS_EARLY = SLICES <= 4 || (EPILOGUE != 2 && ROW_TILES + OCTETS <= 5) || FITS;
   constexpr int HELD = IS_EARLY ? SLICES : 1;
   const int warp = threadIdx.x / 32;
   Slice held[HELD];
