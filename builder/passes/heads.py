@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from llmctl.builder.network import Network
+from llmctl.builder.packing import PackedVector
 from llmctl.builder.sharding import RowShard, Whole
+from llmctl.builder.sources import Source
 
 
 def link_heads(base: Network, heads: Sequence[Network]) -> list[Network]:
@@ -28,10 +30,16 @@ def keep_whole(base: Network, head: Network) -> Network:
     found = head.copy()
     shared = {name for name, source in head.sources.items() if source in base.sources.values()}
     found.sources = {
-        name: source if name in shared or isinstance(source, RowShard) else Whole(source)
+        name: source if name in shared or _has_rows(source) else Whole(source)
         for name, source in head.sources.items()
     }
     return found
+
+
+def _has_rows(source: Source) -> bool:
+    """Whether a rank has rows of it alone, packed or not."""
+    own = source.vector if isinstance(source, PackedVector) else source
+    return isinstance(own, RowShard)
 
 
 def _connected(before: Sequence[Network], head: Network) -> dict[str, str]:
