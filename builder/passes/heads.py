@@ -8,7 +8,7 @@ from dataclasses import replace
 from llmctl.builder.network import Network
 from llmctl.builder.packing import PackedVector
 from llmctl.builder.sharding import RowShard, Whole
-from llmctl.builder.sources import Source
+from llmctl.builder.sources import RotaryTable, Source
 
 
 def link_heads(base: Network, heads: Sequence[Network]) -> list[Network]:
@@ -30,16 +30,17 @@ def keep_whole(base: Network, head: Network) -> Network:
     found = head.copy()
     shared = {name for name, source in head.sources.items() if source in base.sources.values()}
     found.sources = {
-        name: source if name in shared or _has_rows(source) else Whole(source)
+        name: source if name in shared or _is_own(source) else Whole(source)
         for name, source in head.sources.items()
     }
     return found
 
 
-def _has_rows(source: Source) -> bool:
-    """Whether a rank has rows of it alone, packed or not."""
+def _is_own(source: Source) -> bool:
+    """Whether it says itself what a rank has: rows alone, packed or not, or a table that nobody
+    reads."""
     own = source.vector if isinstance(source, PackedVector) else source
-    return isinstance(own, RowShard)
+    return isinstance(own, RowShard | RotaryTable)
 
 
 def _connected(before: Sequence[Network], head: Network) -> dict[str, str]:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmctl.builder.container import DTYPES
-from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanOp, PlanTensor
-from llmctl.cli.rank_speed import Meeting, head_meeting
+from llmctl.builder.engine_format import BASE, TOP_K, KvCacheSpec, Plan, PlanOp, PlanTensor
+from llmctl.cli.rank_speed import Meeting, head_meeting, listing_meeting
 
 # Weights of which a step reads one row a token: the embedding table and the rotary table.
 _LOOKED_UP = {("embedding", "weight"), ("rope_kv_write", "rotary")}
@@ -80,26 +80,31 @@ def op_bytes(
     return OpBytes(weights, activations, kv_cache, written)
 
 
-def step_bytes(plan: Plan, step: Step) -> int:
-    """Bytes that all operators of a step read."""
+def step_bytes(plan: Plan, step: Step, graph: str = BASE) -> int:
+    """Bytes that all operators of a step, or of a draft head's, read."""
     tensors = {tensor.name: tensor for tensor in plan.tensors}
-    return sum(op_bytes(op, tensors, plan.kv_cache, step).read for op in plan.ops)
+    ops = plan.graphs[graph].ops
+    return sum(op_bytes(op, tensors, plan.kv_cache, step).read for op in ops)
 
 
-def meetings(plan: Plan, step: Step) -> list[Meeting]:
-    """Where the ranks of the step's engine meet, in order; none on one rank."""
+def meetings(plan: Plan, step: Step, graph: str = BASE) -> list[Meeting]:
+    """Where the ranks of the step's engine meet, over logits last; none on one rank. All heads of a
+    graph list what is likely in theirs at once."""
     tensors = {tensor.name: tensor for tensor in plan.tensors}
-    return [
-        _meeting(op, tensors[op.inputs["x"]], step)
-        for op in plan.ops
-        if int(op.attributes.get("ranks", 1)) > 1
-    ]
+    over = [op for op in plan.graphs[graph].ops if int(op.attributes.get("ranks", 1)) > 1]
+    logits = [op for op in over if op.op == "all_gather" and "to_all" not in op.attributes]
+    found = [_meeting(op, tensors[op.inputs["x"]], step) for op in over if op not in logits]
+    if not logits:
+        return found
+    rows, share = tensors[logits[0].inputs["x"]].shape
+    count = step.sizes[str(rows)] * len(logits)
+    if graph == BASE:
+        return [*found, head_meeting(int(share), count)]
+    listed = plan.max_num_beams // plan.max_num_requests or TOP_K
+    return [*found, listing_meeting(int(share), count, listed)]
 
 
 def _meeting(op: PlanOp, x: PlanTensor, step: Step) -> Meeting:
-    if op.op == "all_gather":
-        rows, share = x.shape
-        return head_meeting(int(share), step.sizes[str(rows)])
     num_bytes = _num_bytes(x, step.sizes) // int(op.attributes.get("leaves", 1))
     return Meeting(num_bytes, has_norm=op.op == "all_reduce_norm")
 

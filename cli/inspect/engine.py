@@ -26,9 +26,10 @@ from llmctl.builder.engine_format import (
     weight_bytes,
 )
 from llmctl.builder.signature import describe_signature
+from llmctl.cli.gpus import Gpu
 from llmctl.cli.inspect.by_ranks import steps_by_ranks
 from llmctl.cli.inspect.cost import DECODE, Step, fused, op_bytes
-from llmctl.cli.inspect.prediction import find_device, predict_step
+from llmctl.cli.inspect.prediction import find_device, predict_head, predict_step
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -63,7 +64,10 @@ def describe_engine(
         "outputs": dict(plan.outputs),
         "fused": [asdict(each) for each in plan.fused],
         "layers": list(describe_layers(plan, step, predicted["read_bytes_s"])),
-        "heads": list(describe_heads(plan, step, predicted["read_bytes_s"])),
+        "heads": [
+            each | {"step": _head_step(config, plan, each["name"], device)}
+            for each in describe_heads(plan, step, predicted["read_bytes_s"])
+        ],
         "kernels": [
             {
                 "name": kernel.name,
@@ -140,6 +144,15 @@ def describe_layers(
         group = groups.setdefault(key, {"layers": [], "ops": rows})
         group["layers"] += [] if layer is None else [layer]
     yield from groups.values()
+
+
+def _head_step(config: EngineConfig, plan: Plan, name: str, gpu: Gpu | None) -> dict[str, Any]:
+    found = predict_head(config, plan, name, gpu)
+    return {
+        "read_bytes": found.read_bytes,
+        "predicted_ms": found.bounds_s and [1e3 * bound for bound in found.bounds_s],
+        "num_meetings": found.num_meetings,
+    }
 
 
 def describe_heads(

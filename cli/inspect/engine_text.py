@@ -42,6 +42,7 @@ def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
     for head in engine["heads"]:
         given = ", ".join(f"{name} ({source})" for name, source in head["inputs"].items())
         yield from ("", f"head {head['name']}: {given} -> {', '.join(head['outputs'])}")
+        yield head_line(head["step"])
         yield from table([_OP_HEAD, *map(_op_row, head["ops"])], right=(1, 2, 3))
     if engine["kernels"]:
         yield from ("", f"kernels ({len(engine['kernels'])})")
@@ -163,6 +164,16 @@ def step_line(step: Mapping[str, Any]) -> str:
         text += f", of which {count} meetings of ranks are {span(least, most)} ms"
     elif count:
         text += f" and whatever {count} meetings of ranks take"
+    return text
+
+
+def head_line(step: Mapping[str, Any]) -> str:
+    """A step of one row of a draft head."""
+    text = f"a step of a row reads {size(step['read_bytes'])}"
+    if step["predicted_ms"] is not None:
+        text += f", predicted {span(*step['predicted_ms'])} ms"
+    if step["num_meetings"]:
+        text += f", with {step['num_meetings']} meetings of ranks"
     return text
 
 

@@ -21,8 +21,8 @@ from llmctl.cli.gpus import (
     present_gpu,
     shares_of,
 )
-from llmctl.cli.inspect.cost import Step, meetings, step_bytes
-from llmctl.cli.rank_speed import RankStep, rank_time, waits_of
+from llmctl.cli.inspect.cost import DECODE, Step, meetings, step_bytes
+from llmctl.cli.rank_speed import RankStep, head_time, rank_time, waits_of
 from llmctl.errors import BadConfig
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.schemes.table import scheme_of_algo
@@ -119,6 +119,17 @@ def predict_on_gpu(config: EngineConfig, plan: Plan, step: Step, gpu: Gpu) -> Pr
     time = rank_time(gpu, RankStep(ranks, layers, read, met), waits_of(scheme))
     if time is None:
         return Prediction(read, gpu.name, None, len(met))
+    return Prediction(read, gpu.name, read / time.alone_s, len(met), (time.least_s, time.most_s))
+
+
+def predict_head(config: EngineConfig, plan: Plan, name: str, gpu: Gpu | None) -> Prediction:
+    """A step of one row of a draft head. Its time is known of heads that do not attend, on GPUs."""
+    read, met = step_bytes(plan, DECODE, name), meetings(plan, DECODE, name)
+    if gpu is None or plan.heads[name].cache:
+        return Prediction(read, num_meetings=len(met))
+    time = head_time(gpu, config.num_ranks, read, met)
+    if time is None:
+        return Prediction(read, num_meetings=len(met))
     return Prediction(read, gpu.name, read / time.alone_s, len(met), (time.least_s, time.most_s))
 
 

@@ -13,9 +13,15 @@ from llmctl.builder.planted import LoadFormat
 from llmctl.cli.gpus import CPU_STEP_SHARE, GPUS, READ_SHARE
 from llmctl.cli.inspect.by_ranks import span, steps_by_ranks
 from llmctl.cli.inspect.cost import Step, meetings, step_bytes
-from llmctl.cli.inspect.engine_text import step_line, step_lines_by_ranks
-from llmctl.cli.inspect.prediction import fastest, predict_on_gpu, predict_step
-from llmctl.cli.rank_speed import MORE_S, RankStep, rank_time
+from llmctl.cli.inspect.engine_text import head_line, step_line, step_lines_by_ranks
+from llmctl.cli.inspect.prediction import (
+    Prediction,
+    fastest,
+    predict_head,
+    predict_on_gpu,
+    predict_step,
+)
+from llmctl.cli.rank_speed import HEAD_WAIT_S, MORE_S, RankStep, rank_time
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
 STEP = Step(1, 1000)
@@ -130,3 +136,44 @@ def test_a_draft_engine_has_one_rank_or_as_many_as_its_target() -> None:
         "ms: 0.404 on 1, 0.449 to 0.515 on 2, 0.37 to 0.43 on 4, 0.342 to 0.408 on 8"
     )
     assert not list(step_lines_by_ranks({1: (0.404, 0.404)}))
+
+
+@pytest.mark.parametrize(("mode", "met"), [("redrafter", 4), ("medusa", 4), ("eagle", 0)])
+def test_a_step_of_a_head_has_its_own_line(tmp_path: Path, mode: str, met: int) -> None:
+    """Of FP8 heads of 8B: reading of a rank's rows, waiting, and the meetings of four ranks."""
+    write_checkpoint(tmp_path / "8b", Recipe("8b"), config_only=True)
+    found: dict[int, Prediction] = {}
+    for ranks in (1, 4):
+        more = {"num_medusa_heads": 3} if mode == "medusa" else {}
+        request = BuildRequest(
+            max_seq_len=2048, tp_size=ranks, speculative_decoding_mode=mode, **more
+        )
+        engine = plan_build(
+            *(tmp_path / "8b", request),
+            backend="cuda",
+            load_format=LoadFormat("planted"),
+            with_binaries=False,
+        )
+        (name, *_) = engine.plan.heads
+        found[ranks] = predict_head(engine.config, engine.plan, name, GPUS["h200"])
+        assert predict_head(engine.config, engine.plan, name, None).bounds_s is None
+        bounds = found[ranks].bounds_s
+        told = head_line(
+            {
+                "read_bytes": found[ranks].read_bytes,
+                "predicted_ms": bounds and [1e3 * bound for bound in bounds],
+                "num_meetings": found[ranks].num_meetings,
+            }
+        )
+        assert ("predicted" in told) == (mode != "eagle")
+        assert (f"with {met} meetings of ranks" in told) == (ranks == 4 and met > 0)
+    assert (found[1].num_meetings, found[4].num_meetings) == (0, met)
+    if mode == "eagle":
+        assert found[1].read_bytes == found[4].read_bytes and found[4].bounds_s is None
+        return
+    assert found[4].read_bytes == pytest.approx(found[1].read_bytes / 4, rel=0.01)
+    one, four = found[1].bounds_s, found[4].bounds_s
+    assert one is not None and four is not None
+    read_s = found[1].read_bytes / (GPUS["h200"].read_bytes_s * READ_SHARE)
+    assert one[0] == one[1] == pytest.approx(read_s + HEAD_WAIT_S)
+    assert read_s / 4 + HEAD_WAIT_S < four[0] < four[1] < read_s / 4 + HEAD_WAIT_S + met * 6e-6
