@@ -83,8 +83,9 @@ def op_bytes(
 def step_bytes(plan: Plan, step: Step, graph: str = BASE) -> int:
     """Bytes that all operators of a step, or of a draft head's, read."""
     tensors = {tensor.name: tensor for tensor in plan.tensors}
-    ops = plan.graphs[graph].ops
-    return sum(op_bytes(op, tensors, plan.kv_cache, step).read for op in ops)
+    found = plan.graphs[graph]
+    cache = plan.caches[found.cache]
+    return sum(op_bytes(op, tensors, cache, step).read for op in found.ops)
 
 
 def meetings(plan: Plan, step: Step, graph: str = BASE) -> list[Meeting]:
