@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support.attention import FP8, INT8, World, mismatches
+from support.fp8_attention import Fp8World
 
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
@@ -67,6 +68,8 @@ CONTEXT = [("70B", True, 1, n, n) for n in (512, 2048, 8192)] + [
     ("70B", True, 1, 2048, 16384),
     ("1B", True, 1, 2048, 2048),
 ]
+FP8_CONTEXT = [(2048, 2048), (8192, 8192), (2048, 32768)]  # with FP8 products, 70B
+LIKE_70B: Any = {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "quantize_out": True}
 # Model, FP8 keys, batch, tokens of each request's tree, context. Every second token has three
 # children.
 TREES = [
@@ -105,7 +108,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.compile:
         for world in [checked(i, "cpu") for i in range(len(CHECKED))] + [
-            timed(*row[:2]) for row in (*GENERATION, *LONG, *CONTEXT)
+            *(timed(*row[:2]) for row in (*GENERATION, *LONG, *CONTEXT)),
+            Fp8World(**LIKE_70B, lengths=(64,)),
         ]:
             for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
                 _binaries[spec.name] = compile_kernel(spec)
@@ -199,16 +203,23 @@ def measure(only: str, read_rate: float) -> None:
             replace(world, trees={}, scratch={}), [(r, context - 11, 11) for r in range(batch)]
         )
         print(f"    {seconds / chain:.2f} times chains of 11 ({chain * 1e6:.2f} us)", flush=True)
-    for model, is_fp8, batch, tokens, context in () if only else CONTEXT:
-        world = big(model, is_fp8, batch, context, layers=4)
-        parts = [(0, context - tokens, tokens)]
-        seconds, low = time_layers(world, parts)
-        print(
-            f"{model} {'fp8 ' if is_fp8 else 'bf16'} chunk {tokens} of {context}: "
-            f"{seconds * 1e6:.1f} us (min {low * 1e6:.1f}), "
-            f"{operations(world, parts) / seconds / 1e12:.0f} TFLOP/s",
-            flush=True,
-        )
+    for model, is_fp8, _, tokens, context in () if only else CONTEXT:
+        world = big(model, is_fp8, 1, context, layers=4)
+        chunk(f"{model} {'fp8 ' if is_fp8 else 'bf16'}", world, tokens, context)
+    for tokens, context in () if only else FP8_CONTEXT:
+        of = {"lengths": (context,), "context_ends": {0: context}, "layers": 4, "device": "cuda"}
+        world = Fp8World(**LIKE_70B, **of)
+        chunk("70B FP8 products", world, tokens, context)
+
+
+def chunk(name: str, world: World, tokens: int, context: int) -> None:
+    parts = [(0, context - tokens, tokens)]
+    seconds, low = time_layers(world, parts)
+    print(
+        f"{name} chunk {tokens} of {context}: {seconds * 1e6:.1f} us (min {low * 1e6:.1f}), "
+        f"{operations(world, parts) / seconds / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
 
 
 def report(

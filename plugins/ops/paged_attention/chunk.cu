@@ -12,7 +12,8 @@
 // Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (of a head, a multiple of 64), TOKENS_PER_BLOCK (a power of two), STAGES, WARPGROUPS (2), UNIT,
 // K_SCALE, V_SCALE, STATIC, IMAGES (whether images.cu has converted the tiles of the launch's heads: then one thread
-// copies them).
+// copies them), HAS_CONTEXT (whether tokens before `context_ends` have FP8 products, which are chunk_fp8.cu's; without
+// IMAGES).
 // Grid: at most one per multiprocessor. `counter` is zero before and after.
 
 #include "ops/paged_attention/chunk_rows.cuh"
@@ -34,6 +35,9 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
           const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
           const int* position_ids, const int* cu_q, const int* kv_lens, const int* block_tables,
           int* counter, float softmax_scale, int table_stride, int num_requests, int min_tokens
+#if HAS_CONTEXT
+          , const int* context_ends
+#endif
 #if IMAGES
           , u8* images, int room_tiles, int first_head, int num_heads
 #endif
@@ -60,11 +64,14 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_LOAD ";");
 #if IMAGES
     const Step step = {position_ids, cu_q,       kv_lens,    block_tables, table_stride,
-                       num_requests, min_tokens, first_head, num_heads};
+                       num_requests, min_tokens, first_head, num_heads, nullptr, 0, 0};
     Imaged source = {{images, room_tiles, num_heads}};
 #else
-    const Step step = {position_ids, cu_q,       kv_lens, block_tables, table_stride,
-                       num_requests, min_tokens, 0,       HEADS};
+#if !HAS_CONTEXT
+    constexpr int* context_ends = nullptr;
+#endif
+    const Step step = {position_ids, cu_q, kv_lens, block_tables, table_stride, num_requests,
+                       min_tokens,   0,    HEADS,   context_ends, 0,            0};
     Paged source;
     source.loader.cache = cache, source.loader.tables = block_tables;
 #endif

@@ -36,13 +36,13 @@ _LONG, _MANY_BLOCKS = 2048, 16
 _IMAGE_BYTES = 128 << 20  # at most, for converted tiles of an engine
 _IMAGE_BLOCKS = 8  # thread blocks a multiprocessor
 _MIN_REQUESTS = 64  # fewer do not make another binary
-_MOST_REQUESTS = 4096  # 16 bytes each; leaves room for three tiles
+MOST_REQUESTS = 4096  # 16 bytes each; leaves room for three tiles
 
 
 def covers_chunks(call: OpCall, limits: StepLimits) -> bool:
     """Whether the kernel can compute this call for requests of any length."""
     is_wide = int(call.attributes["head_size"]) == 128
-    return is_wide and limits.max_batch_size <= _MOST_REQUESTS and covers(call, limits)
+    return is_wide and limits.max_batch_size <= MOST_REQUESTS and covers(call, limits)
 
 
 def chunk_launches(
@@ -56,7 +56,9 @@ def chunk_launches(
 ) -> list[Launch]:
     """Attend for requests of at least min_tokens tokens.
 
-    counters: the first counts items that were taken; zero before and after.
+    counters: the first counts items that were taken; zero before and after. In an engine whose
+    prompts have FP8 products (`fp8_context`) tokens before their `context_end` are left out; few
+    are left then, so their tiles are not converted before.
     """
     all_heads, requests = int(call.attributes["num_kv_heads"]), shape.num_requests
     blocks = shape.num_tokens // (ROWS // group_size(call)) + requests  # or fewer
@@ -68,6 +70,9 @@ def chunk_launches(
         requests,
         min_tokens,
     )
+    if call.attributes.get("fp8_context", False):
+        grid = (min(blocks * all_heads, env.limits.num_sms), 1, 1)
+        return [Launch(chunk_spec(call, env.limits), grid, (*arguments, env.step.context_end))]
     # Asked for in every step, so that the memory plan, which looks at the largest, knows of it.
     name, room_bytes = f"paged_attention.images.h{all_heads}", _image_bytes(call, env.limits)
     room = env.scratch(name, (room_bytes,), torch.uint8)
@@ -140,7 +145,7 @@ def images_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
 def chunk_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """What steps may need."""
     found = [chunk_spec(call, limits)]
-    if _may_convert(call, limits):
+    if _may_convert(call, limits) and not call.attributes.get("fp8_context", False):
         found += [images_spec(call, limits), chunk_spec(call, limits, by_images=True)]
     return found
 
@@ -149,22 +154,33 @@ def chunk_spec(call: OpCall, limits: StepLimits, *, by_images: bool = False) -> 
     """The binary of chunk.cu. by_images: for tiles that images.cu has converted."""
     size = int(call.attributes["head_size"])
     words, constants = source_variant(call, limits)
-    requests = max(_MIN_REQUESTS, 1 << (limits.max_batch_size - 1).bit_length())
+    requests, request_bytes = request_room(limits)
     operand_bytes = KEYS * size * 2
     stage_bytes = 2 * operand_bytes + 4 * 8  # keys and values, and their barriers
-    # Queries of two items; the items, their barriers, the next item, the requests and one more.
-    fixed_bytes = 4 * operand_bytes + 2 * 6 * 4 + 4 * 8 + 16 + 16 * (requests + 1)
+    fixed_bytes = 4 * operand_bytes + request_bytes  # queries of two items
+    has_context = bool(call.attributes.get("fp8_context", False))
+    kinds = ["images"] * by_images + ["context"] * has_context
     stages = min((HOPPER.max_shared_bytes - fixed_bytes) // stage_bytes, _MOST_STAGES)
     return KernelSpec(
-        name=".".join(["paged_attention.chunk", *["images"] * by_images, *words, f"b{requests}"]),
+        name=".".join(["paged_attention.chunk", *kinds, *words, f"b{requests}"]),
         source="ops/paged_attention/chunk.cu",
         arguments=(
             *tensor_types(call, limits),
             *("*i32", "fp32", *["i32"] * 3),
+            *(("*i32",) if has_context else ()),
             *(("*u8", *["i32"] * 3) if by_images else ()),
         ),
-        constants=constants | {"STAGES": stages, "WARPGROUPS": WARPGROUPS, "IMAGES": by_images},
+        constants=constants
+        | {"STAGES": stages, "WARPGROUPS": WARPGROUPS, "IMAGES": by_images}
+        | ({"HAS_CONTEXT": 1} if has_context else {}),
         entry="chunk",
         num_warps=4 + ROWS // 16,
         shared_bytes=fixed_bytes + stages * stage_bytes,
     )
+
+
+def request_room(limits: StepLimits) -> tuple[int, int]:
+    """For how many requests a kernel for chunks has room, and the bytes of shared memory of two
+    items, their barriers, the next item, the requests and one more."""
+    requests = max(_MIN_REQUESTS, 1 << (limits.max_batch_size - 1).bit_length())
+    return requests, 2 * 6 * 4 + 4 * 8 + 16 + 16 * (requests + 1)

@@ -6,11 +6,11 @@
 
 // Copies an operand; both addresses are multiples of 16.
 DEVICE void copy_operand(u32 target, const u8* from, u32 barrier) {
-  barrier_expect(barrier, OPERAND_BYTES);
+  barrier_expect(barrier, IMAGE_BYTES);
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
           target),
-      "l"(from), "r"(OPERAND_BYTES), "r"(barrier)
+      "l"(from), "r"(IMAGE_BYTES), "r"(barrier)
       : "memory");
 }
 
@@ -30,8 +30,8 @@ struct Imaged {
       barrier_wait(shared.empty_keys(ring.slot), ring.parity ^ 1);
       copy_operand(shared.keys(ring.slot), from, shared.full_keys(ring.slot));
       barrier_wait(shared.empty_values(ring.slot), ring.parity ^ 1);
-      copy_operand(shared.values(ring.slot), from + OPERAND_BYTES, shared.full_values(ring.slot));
-      from += images.heads * (2 * OPERAND_BYTES);
+      copy_operand(shared.values(ring.slot), from + IMAGE_BYTES, shared.full_values(ring.slot));
+      from += images.heads * (2 * IMAGE_BYTES);
     }
   }
 };

@@ -3,7 +3,13 @@
 
 #include "ops/paged_attention/operands.cuh"
 
+#ifndef HAS_CONTEXT
+#define HAS_CONTEXT FP8_PRODUCTS  // whether some of a prompt's tokens have FP8 products and the others have not
+#endif
 constexpr int TOKENS = 64 * WARPGROUPS / GROUP;  // of an item
+// FP8 products have queries in registers alone, and one more dimension of values: ones, whose sum is that of weights.
+constexpr int QUERY_BYTES = FP8_PRODUCTS ? 0 : OPERAND_BYTES;
+constexpr int VALUES_BYTES = IMAGE_BYTES + (FP8_PRODUCTS ? 1024 : 0);
 
 // Some query tokens of one request, for one KV head.
 struct Item {
@@ -23,16 +29,16 @@ struct Shared {
   u32 base;
   u8* memory;
 
-  static constexpr int RING_AT = 2 * WARPGROUPS * OPERAND_BYTES;
-  static constexpr int BARRIERS_AT = RING_AT + 2 * STAGES * OPERAND_BYTES;
+  static constexpr int RING_AT = 2 * WARPGROUPS * QUERY_BYTES;
+  static constexpr int BARRIERS_AT = RING_AT + STAGES * (IMAGE_BYTES + VALUES_BYTES);
   static constexpr int ITEMS_AT = BARRIERS_AT + 8 * (4 * STAGES + 4);
   static constexpr int CLAIM_AT = ITEMS_AT + 2 * sizeof(Item);
 
   DEVICE u32 queries(int slot, int warpgroup) const {
-    return base + (slot * WARPGROUPS + warpgroup) * OPERAND_BYTES;
+    return base + (slot * WARPGROUPS + warpgroup) * QUERY_BYTES;
   }
-  DEVICE u32 keys(int slot) const { return base + RING_AT + slot * OPERAND_BYTES; }
-  DEVICE u32 values(int slot) const { return keys(STAGES + slot); }
+  DEVICE u32 keys(int slot) const { return base + RING_AT + slot * IMAGE_BYTES; }
+  DEVICE u32 values(int slot) const { return keys(STAGES) + slot * VALUES_BYTES; }
   DEVICE u32 full_keys(int slot) const { return base + BARRIERS_AT + 8 * slot; }
   DEVICE u32 empty_keys(int slot) const { return full_keys(STAGES + slot); }
   DEVICE u32 full_values(int slot) const { return full_keys(2 * STAGES + slot); }
@@ -50,6 +56,8 @@ struct Step {
   const int *position_ids, *cu_q, *kv_lens, *block_tables;
   int table_stride, num_requests, min_tokens;
   int first_head, num_heads;  // KV heads of this launch
+  const int* context_ends;    // with HAS_CONTEXT
+  int first_chunk, num_chunks;  // of this launch, with FP8_PRODUCTS
 };
 
 DEVICE int pages_of(int limit) { return (limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK; }
@@ -59,23 +67,37 @@ DEVICE void meet_loaders() { asm volatile("barrier.sync 1, 128;" ::: "memory"); 
 // Reads all requests; a request with fewer than min_tokens has no blocks.
 DEVICE void read_requests(const Shared& shared, const Step& step) {
   for (int i = threadIdx.x; i < step.num_requests; i += THREADS) {
-    const int start = load_int(step.cu_q + i), end = load_int(step.cu_q + i + 1);
-    const int limit = load_int(step.kv_lens + i);
-    volatile Request& to = shared.request(i);
-    to.start = start;
-    to.end = end;
-    to.limit = limit;
+    int start = load_int(step.cu_q + i), end = load_int(step.cu_q + i + 1);
+    int limit = load_int(step.kv_lens + i);
     const bool is_ours = end - start >= step.min_tokens && limit > 0;
+#if HAS_CONTEXT
+    if (is_ours) {  // tokens with FP8 products come first
+      const int count = fp8_tokens(step.context_ends, step.position_ids, i, start, end - start);
+#if FP8_PRODUCTS
+      end = start + count, limit = min(limit, load_int(step.position_ids + start) + count);
+#else
+      start += count;
+#endif
+    }
+#endif
+    volatile Request& to = shared.request(i);
+    to.start = start, to.end = end, to.limit = limit;
     shared.request(i + 1).first_block = is_ours ? (end - start + TOKENS - 1) / TOKENS : 0;
   }
   meet_loaders();
   if (threadIdx.x < 32) {
-    int before = 0;
+    int before = 0, chunks = 0;
     if (threadIdx.x == 0) shared.request(0).first_block = 0;
 #pragma unroll 1
     for (int first = 0; first < step.num_requests; first += 32) {
       const int i = first + threadIdx.x;
       int sum = i < step.num_requests ? shared.request(i + 1).first_block : 0;
+#if FP8_PRODUCTS
+      const u32 found = __ballot_sync(~0u, sum > 0);
+      const int nth = chunks + __popc(found & ((1u << threadIdx.x) - 1)) - step.first_chunk;
+      if (nth < 0 || nth >= step.num_chunks) sum = 0;
+      chunks += __popc(found);
+#endif
 #pragma unroll
       for (int lanes = 1; lanes < 32; lanes *= 2) {
         const int left = __shfl_up_sync(~0u, sum, lanes);

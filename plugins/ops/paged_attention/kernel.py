@@ -7,8 +7,8 @@ is the same in either. Where few thread blocks have to be fast together, verific
 generation.cu processes the short requests; where many requests have one or two tokens each, or
 contexts are long, batch.cu; where contexts are long and requests have more tokens, long.cu for few
 requests and long_batch.cu for the others; where many have more, tree.cu. chunk.cu processes context
-chunks. In steps with trees one kernel that supports paths serves the short (long.py, long_batch.py,
-tree.py, triton_tree.py).
+chunks, but for tokens with FP8 products, which are chunk_fp8.cu's. In steps with trees one kernel
+that supports paths serves the short (long.py, long_batch.py, tree.py, triton_tree.py).
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ from llmctl.plugins.ops.paged_attention.batch import (
     most_tokens,
 )
 from llmctl.plugins.ops.paged_attention.chunk import chunk_launches, chunk_specs, covers_chunks
+from llmctl.plugins.ops.paged_attention.chunk_fp8 import (
+    fp8_launches,
+    fp8_specs,
+    has_fp8_context,
+)
 from llmctl.plugins.ops.paged_attention.generation import (
     choose_cut,
     covers,
@@ -88,6 +93,7 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         *(generation_specs(call, limits) if covers(call, limits) else []),
         *(spec for make in by_warp for spec in make(call, limits)),
         *(chunk_specs(call, limits) if covers_chunks(call, limits) else []),
+        *fp8_specs(call, limits),
         *long_specs(call, limits),
         *long_batch_specs(call, limits),
         *tree.tree_specs(call, limits),
@@ -246,16 +252,11 @@ def _batch(
 
 
 def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) -> list[Launch]:
-    if env.use_pdl and covers_chunks(call, env.limits):
-        return chunk_launches(
-            call,
-            env,
-            shape,
-            own_tensors(call, env),
-            partials(call, env)[1],
-            logit_scale(call),
-            min_tokens,
-        )
+    has_fp8 = has_fp8_context(call)
+    if has_fp8 or (env.use_pdl and covers_chunks(call, env.limits)):
+        own = own_tensors(call, env), partials(call, env)[1], logit_scale(call), min_tokens
+        before = fp8_launches(call, env, shape, *own) if has_fp8 else []
+        return [*before, *chunk_launches(call, env, shape, *own)]
     heads = int(call.attributes["num_kv_heads"])
     tokens = context_rows(call) // group_size(call)
     grid = (heads, shape.num_tokens // tokens + shape.num_requests, 1)

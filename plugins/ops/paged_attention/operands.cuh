@@ -13,6 +13,10 @@ constexpr int KEY_STEP = THREADS / PIECES;           // keys that the threads lo
 constexpr int LOADS = KEYS / KEY_STEP;
 constexpr int STEPS = SIZE / 16;                     // of a product along the head dimension
 constexpr bool IS_FP8 = KV_TYPE::bytes == 1;
+#ifndef FP8_PRODUCTS
+#define FP8_PRODUCTS 0  // 1: keys and values are operands as they are
+#endif
+constexpr int IMAGE_BYTES = FP8_PRODUCTS ? KEYS * SIZE : OPERAND_BYTES;  // of a tile's keys, or values
 static_assert(KEY_STEP <= KEYS && THREADS % PIECES == 0, "a key is loaded by one pass");
 static_assert(KEY_STEP % 8 == 0, "all keys of a thread are swizzled alike");
 
@@ -171,4 +175,9 @@ DEVICE void stage(u32 target, const uint4 (&x)[LOADS], u32 place = own_place()) 
       store_shared(to, x[i].x, x[i].y, x[i].z, x[i].w);
     }
   }
+}
+
+// How many of a chunk's `count` tokens from `start` on have FP8 products: those before its request's `context_ends`.
+DEVICE int fp8_tokens(const int* context_ends, const int* position_ids, int request, int start, int count) {
+  return min(count, max(0, load_int(context_ends + request) - load_int(position_ids + start)));
 }

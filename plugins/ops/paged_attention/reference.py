@@ -7,6 +7,8 @@ torch's scaled_dot_product_attention with an explicit mask.
 The tokens of a request with a tree (`StepInputs.trees`) see, after the context before the step,
 the tokens on their own path alone, in the order of the path. So each gets what it would get if its
 path were decoded token by token.
+
+With `fp8_context` tokens before `StepInputs.context_end` have FP8 products (fp8_reference.py).
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import numpy as np
 import torch
 
 from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.ops.paged_attention import fp8_reference
 from llmctl.plugins.ops.quantize.reference import quantize_static
+
+_ONE = torch.ones(1)
 
 
 def attention(
@@ -102,3 +107,36 @@ def reference(
             out[tokens] = (
                 quantize_static(rows, inputs["out_scale"]) if "out_scale" in inputs else rows
             )
+        if attributes.get("fp8_context", False) and step.context_end is not None:
+            _attend_by_fp8(inputs, out, attributes, step, request, cache, blocks)
+
+
+def _attend_by_fp8(
+    inputs: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
+    attributes: Mapping[str, int | float | str | bool],
+    step: StepInputs,
+    request: int,
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+) -> None:
+    """Rows of a request before its `context_end` again, with FP8 products."""
+    assert step.context_end is not None
+    start, stop = int(step.cu_q[request]), int(step.cu_q[request + 1])
+    first = int(step.position_ids[start]) if stop > start else 0
+    end = min(first + stop - start, int(step.context_end[request]))
+    if end <= first:
+        return
+    size = int(attributes["head_size"])
+    num_heads, num_kv_heads = int(attributes["num_heads"]), int(attributes["num_kv_heads"])
+    tokens = slice(start, start + end - first)
+    k, v = (gather_keys(cache[:, i], blocks, end).to(cache.dtype) for i in range(2))
+    positions = torch.arange(first, end, device=out.device)
+    scale = float(attributes["softmax_scale"]) * float(inputs.get("k_scale", _ONE))
+    rows = []
+    for head in range(num_heads):
+        own = head * num_kv_heads // num_heads
+        q = inputs["q"][tokens, head * size : (head + 1) * size]
+        rows.append(fp8_reference.attend(q, k[own], v[own], positions, scale))
+    result = (torch.cat(rows, 1) * inputs.get("v_scale", _ONE.to(out.device))).to(inputs["q"].dtype)
+    out[tokens] = quantize_static(result, inputs["out_scale"]) if "out_scale" in inputs else result

@@ -30,7 +30,7 @@ SPEC = OpSpec(
         "softmax_scale": float,
         "window": int,
     },
-    optional_attributes={"sink_tokens": int},
+    optional_attributes={"sink_tokens": int, "fp8_context": bool},
     for_tokens=True,
     rules=(
         *HEAD_RULES,

@@ -23,14 +23,14 @@ def count_units(num_keys: int) -> int:
     return count
 
 
-def unit_start(unit: int) -> int:
-    """The first tile of a work item."""
+def unit_start(unit: int, most: int = MOST_UNIT) -> int:
+    """The first tile of a work item, where work items have at most so many tiles."""
     tile = 0
     for _ in range(unit):
-        tile += _unit_tiles(tile)
+        tile += _unit_tiles(tile, most)
     return tile
 
 
-def _unit_tiles(first: int) -> int:
+def _unit_tiles(first: int, most: int = MOST_UNIT) -> int:
     """The number of tiles of the work item that begins with this tile."""
-    return min(max((1 << first.bit_length()) >> 4, UNIT), MOST_UNIT)
+    return min(max((1 << first.bit_length()) >> 4, UNIT), most)

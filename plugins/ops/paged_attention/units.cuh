@@ -4,7 +4,10 @@
 
 #include "backends/cuda/sm90/hopper.cuh"
 
-constexpr int KEYS = 64;
+#ifndef TILE_KEYS
+#define TILE_KEYS 64  // FP8 products have larger tiles
+#endif
+constexpr int KEYS = TILE_KEYS;
 constexpr long long PAGE = (long long)HEADS * TOKENS_PER_BLOCK * SIZE;  // elements of a page's keys
 constexpr int SPAN = TOKENS_PER_BLOCK < KEYS ? TOKENS_PER_BLOCK : KEYS;  // keys of one page in a tile
 constexpr int TILE_PAGES = KEYS / SPAN, TILES_PER_PAGE = TOKENS_PER_BLOCK / SPAN;

@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.attention import FP8
+from support.fp8_attention import Fp8World
 
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_kernels import kernel_specs
 from llmctl.plugins.backends.cuda import nvrtc
 from llmctl.plugins.backends.cuda.compiler import PLUGINS, compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
+from llmctl.plugins.ops.paged_attention import chunk_fp8
 from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from scripts.bench.plan_support import plan_shape, planned
 from scripts.models.planted_shapes import SHAPES
@@ -58,7 +61,9 @@ def one_of_each_source() -> dict[str, KernelSpec]:
         elif not spec.is_triton:
             found.setdefault(spec.source, spec)  # what ranks alone have
     offers = rank_offers.spec(2, 64128, 128256, has_sums=True)  # of draft heads
-    return found | {offers.source: offers}
+    prompts = Fp8World(heads=64, kv_heads=8, size=128, kv_dtype=FP8, lengths=(64,))
+    by_fp8 = chunk_fp8.fp8_specs(prompts.call([(0, 0, 1)]), prompts.limits())
+    return found | {spec.source: spec for spec in (offers, *by_fp8)}
 
 
 def test_every_cuda_source_compiles_with_the_oldest_compiler_without_spills(oldest):

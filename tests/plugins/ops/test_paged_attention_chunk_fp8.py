@@ -1,0 +1,170 @@
+"""The kernels for prompts with FP8 products: what they compile to, and which steps they serve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from support.attention import FP8, INT8, Part, World
+from support.fp8_attention import Fp8World
+from support.kernel import disassemble
+
+from llmctl.errors import Unsupported
+from llmctl.plugins.backends.cuda.arch import HOPPER
+from llmctl.plugins.backends.cuda.compiler import compile_kernel
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.ops.paged_attention import chunk_fp8, kernel, reference
+from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
+from llmctl.plugins.ops.paged_attention.fp8_reference import KEYS, MOST_UNIT
+
+MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "lengths": (700, 333)}
+PROMPT: list[Part] = [(0, 0, 700)]
+
+
+def launches_of(world: World, parts: list[Part], **bounds: int) -> list[Launch]:
+    """What a step launches on a GPU."""
+    step = world.step(parts)
+    env = replace(world.env(step), use_pdl=True)
+    return kernel.launches(world.call(parts), env, world.shape(step, **bounds))
+
+
+@pytest.mark.parametrize(
+    ("heads", "page", "quantize_out"),
+    [((64, 8), 32, True), ((9, 3), 8, False), ((7, 1), 1024, True)],
+)
+def test_products_are_in_flight_beside_others_and_sums_in_registers(heads, page, quantize_out):
+    world = Fp8World(
+        *heads, 128, (64,), kv_dtype=FP8, tokens_per_block=page, quantize_out=quantize_out
+    )
+    for spec in chunk_fp8.fp8_specs(world.call([(0, 0, 1)]), world.limits()):
+        binary = compile_kernel(spec)
+        assert binary.local_bytes == 0, "registers spill"
+        if spec.entry == "chunk_fp8":
+            code = disassemble(binary)
+            # For the first tile, and for every other one logits, values, and values of the last.
+            assert code.count("WARPGROUP.DEPBAR") == 4, "products wait for each other"
+            assert code.count("QGMMA") == 16
+
+
+def test_a_prompt_has_both_kernels_and_others_have_theirs():
+    world = Fp8World(**MODEL, max_seq_len=4096)
+    call = world.call(PROMPT)
+    built = kernel.kernels(call, world.limits())
+    found = launches_of(world, PROMPT)
+    assert [each.spec.entry for each in found] == ["images_fp8", "chunk_fp8", "chunk"]
+    assert all(each.spec in built for each in found)
+    assert found[2].spec.constants["HAS_CONTEXT"] == 1 and not found[2].spec.constants["IMAGES"]
+    beside = launches_of(world, [(0, 0, 600), *[(1, 300, 1)] * 3])
+    assert [each.spec.entry for each in beside] == ["images_fp8", "chunk_fp8", "chunk", "batch"]
+    short = launches_of(world, [(0, 100, 11)])
+    assert [each.spec.entry for each in short] == ["verification"]
+    # Fewer tokens than a group: those of a prompt's end, or of one that pauses.
+    end = launches_of(world, [(0, 512, 188)])
+    assert [each.spec.entry for each in end] == ["chunk"]
+    assert "images" not in {spec.entry for spec in built}
+
+
+def test_other_engines_have_neither():
+    world = World(**MODEL)
+    built = kernel.kernels(world.call(PROMPT), world.limits())
+    assert not {"images_fp8", "chunk_fp8"} & {spec.entry for spec in built}
+    assert all("HAS_CONTEXT" not in spec.constants for spec in built)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "context", "turns"),
+    [
+        (2048, 1, 2048, [(8, 1)]),
+        (2048, 1, 32768, [(8, 1)]),
+        (2048, 1, 131072, [(4, 1)] * 2),
+        (8192, 40, 2048, [(8, 32)]),
+        (8192, 40, 4096, [(8, 16)] * 2),
+        (8192, 3, 131072, [(4, 1)] * 6),
+        (2048, 8, 32768, [(8, 2)] * 4),
+        (600, 5, 32768, [(8, 2)]),
+        (600, 1, 3000, [(8, 1)]),
+    ],
+)
+def test_operands_of_some_heads_and_requests_are_written_at_a_time(
+    tokens, requests, context, turns
+):
+    world = Fp8World(**{**MODEL, "max_seq_len": 131072}, max_batch_size=64)
+    sizes = {"num_tokens": tokens, "max_query_len": tokens, "max_kv_len": context}
+    found = launches_of(world, PROMPT, num_requests=requests, num_single=0, **sizes)
+    pairs = [each for each in found if each.spec.entry in ("images_fp8", "chunk_fp8")]
+    assert found[len(pairs)].spec.entry == "chunk", "the rest of the prompts comes last"
+    seen, places = [], set()
+    for written, read in zip(pairs[0::2], pairs[1::2], strict=True):
+        assert (written.spec.entry, read.spec.entry) == ("images_fp8", "chunk_fp8")
+        room = written.arguments[6]
+        tiles, first_head, heads, first_chunk, chunks = written.arguments[-5:]
+        assert read.arguments[-6:] == (room, tiles, first_head, heads, first_chunk, chunks)
+        assert tiles * KEYS >= context
+        assert chunks * heads * tiles * 2 * KEYS * 128 <= room.numel()
+        seen.append((heads, chunks))
+        own = set(
+            product(range(first_chunk, first_chunk + chunks), range(first_head, first_head + heads))
+        )
+        assert not own & places
+        places |= own
+    assert seen == turns
+    assert places == set(product(range(min(requests, tokens // GROUP)), range(8)))
+
+
+def test_the_memory_plan_knows_of_the_room_for_operands():
+    """Also where the longest context has no room but for a head at a time."""
+    for longest, wanted in ((1024, 64 << 20), (32768, 128 << 20), (1 << 20, 256 << 20)):
+        world = Fp8World(**{**MODEL, "max_seq_len": longest}, max_batch_size=64)
+        launches_of(world, PROMPT, max_kv_len=longest)
+        assert world.scratch["paged_attention.images_fp8.h8"].numel() == wanted
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"window": 100},
+        {"kv_dtype": INT8},
+        {"kv_dtype": torch.bfloat16},
+        {"size": 64},
+        {"tokens_per_block": 24},
+        {"max_batch_size": 5000},
+    ],
+    ids=str,
+)
+def test_what_they_cannot_compute_is_refused_when_an_engine_is_built(other):
+    world = Fp8World(**{**MODEL, **other})
+    with pytest.raises(Unsupported, match="no kernel multiplies as FP8 numbers") as refused:
+        kernel.kernels(world.call(PROMPT), world.limits())
+    assert refused.value.fix == "build with --use_fp8_context_fmha disable"
+
+
+def test_work_items_end_where_a_chain_of_products_does():
+    """512 keys at most, and a power of two of tiles, as headers want."""
+    assert KEYS * MOST_UNIT == 512 and MOST_UNIT.bit_count() == 1
+
+
+def test_shared_memory_has_room_for_requests_and_some_tiles():
+    for requests in (1, 64, 4096):
+        world = Fp8World(**MODEL, max_batch_size=requests)
+        spec = chunk_fp8.chunk_fp8_spec(world.call(PROMPT), world.limits())
+        assert int(spec.constants["STAGES"]) >= 2 and spec.shared_bytes <= HOPPER.max_shared_bytes
+
+
+def test_the_reference_has_both_kinds_of_rows():
+    """Rows before the end are those of fp8_reference, the others exact; so are other requests."""
+    world = Fp8World(
+        heads=2, kv_heads=1, size=128, kv_dtype=FP8, lengths=(600, 300), context_ends={0: 512}
+    )
+    plain = World(heads=2, kv_heads=1, size=128, kv_dtype=FP8, lengths=(600, 300))
+    parts: list[Part] = [(0, 256, 344), (1, 0, 300)]
+    found = []
+    for each in (world, plain):
+        step, call = each.step(parts), each.call(parts)
+        reference.reference(call.inputs, call.outputs, call.attributes, step, each.cache)
+        found.append(call.outputs["out"])
+    own, exact = (rows.float() for rows in found)
+    assert torch.equal(own[256:], exact[256:])
+    error = (own[:256] - exact[:256]).norm() / exact[:256].norm()
+    assert 0.01 < error < 0.08
