@@ -20,6 +20,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepLimits,
     StepShape,
 )
+from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
 from llmctl.plugins.ops.paged_attention.generation import covers
 from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
 from llmctl.plugins.ops.paged_attention.tiles import KEYS
@@ -71,8 +72,12 @@ def chunk_launches(
         min_tokens,
     )
     if call.attributes.get("fp8_context", False):
-        grid = (min(blocks * all_heads, env.limits.num_sms), 1, 1)
-        return [Launch(chunk_spec(call, env.limits), grid, (*arguments, env.step.context_end))]
+        limits = env.limits
+        grid = (min(blocks * all_heads, limits.num_sms), 1, 1)
+        # Device rounds have chains that are no prompts, and leave what a prompt's step said.
+        nobody = env.scratch("paged_attention.no_context", (limits.max_batch_size,), torch.int32)
+        ends = env.step.context_end if shape.max_query_len >= GROUP else nobody
+        return [Launch(chunk_spec(call, limits), grid, (*arguments, ends))]
     # Asked for in every step, so that the memory plan, which looks at the largest, knows of it.
     name, room_bytes = f"paged_attention.images.h{all_heads}", _image_bytes(call, env.limits)
     room = env.scratch(name, (room_bytes,), torch.uint8)

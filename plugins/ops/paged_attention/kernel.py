@@ -42,6 +42,7 @@ from llmctl.plugins.ops.paged_attention.chunk_fp8 import (
     fp8_specs,
     has_fp8_context,
 )
+from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
 from llmctl.plugins.ops.paged_attention.generation import (
     choose_cut,
     covers,
@@ -255,7 +256,8 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
     has_fp8 = has_fp8_context(call)
     if has_fp8 or (env.use_pdl and covers_chunks(call, env.limits)):
         own = own_tensors(call, env), partials(call, env)[1], logit_scale(call), min_tokens
-        before = fp8_launches(call, env, shape, *own) if has_fp8 else []
+        has_groups = has_fp8 and shape.max_query_len >= GROUP
+        before = fp8_launches(call, env, shape, *own) if has_groups else []
         return [*before, *chunk_launches(call, env, shape, *own)]
     heads = int(call.attributes["num_kv_heads"])
     tokens = context_rows(call) // group_size(call)

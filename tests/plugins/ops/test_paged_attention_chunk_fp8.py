@@ -66,6 +66,22 @@ def test_a_prompt_has_both_kernels_and_others_have_theirs():
     assert "images" not in {spec.entry for spec in built}
 
 
+def test_long_chains_of_rounds_have_16_bit_products_whatever_a_prompt_left():
+    """Rounds on the device do not write `context_end`, and have fewer tokens than a group."""
+    world = Fp8World(**MODEL, context_ends={0: 256, 1: 256})
+    for parts, is_prompt in (
+        ([(0, 100, 200), (1, 0, 20)], False),
+        ([(0, 100, 255)], False),
+        ([(0, 0, 256), (1, 0, 20)], True),
+    ):
+        found = launches_of(world, parts)
+        (chunk,) = [each for each in found if each.spec.entry == "chunk"]
+        assert ("chunk_fp8" in {each.spec.entry for each in found}) == is_prompt
+        ends = chunk.arguments[-1]
+        assert isinstance(ends, torch.Tensor) and bool(ends.any()) == is_prompt
+        assert len(ends) >= len(parts) and (is_prompt or len(ends) == 64)
+
+
 def test_other_engines_have_neither():
     world = World(**MODEL)
     built = kernel.kernels(world.call(PROMPT), world.limits())
