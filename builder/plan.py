@@ -180,6 +180,11 @@ class Plan:
         return sizes
 
     @property
+    def has_fp8_context(self) -> bool:
+        """Whether attention of prompts has FP8 products (plugins/ops/paged_attention)."""
+        return any(op.attributes.get("fp8_context", False) for op in self.ops)
+
+    @property
     def logits(self) -> str:
         """The tensor of the logits."""
         return self.outputs["logits"]

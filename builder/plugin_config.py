@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from llmctl.builder.fp8_context import OPTION
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 
@@ -24,8 +25,8 @@ class PluginOption:
     here.
 
     "model" in `accepted` stands for the engine's own dtype. `needs_fp8` values are accepted only
-    for an FP8 checkpoint, `cuda_only` values by the cuda backend. `reason` completes "<value> is
-    refused: ...".
+    for an FP8 checkpoint, `cuda_only` values by the cuda backend; `elsewhere` says why not by the
+    cpu's. `reason` completes "<value> is refused: ...", and so does it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class PluginOption:
     reason: str = ""
     needs_fp8: tuple[str, ...] = ()
     cuda_only: tuple[str, ...] = ()
+    elsewhere: str = "the cpu backend has no kernel that fuses this GEMM with SwiGLU"
 
 
 def _no_such_part(name: str, part: str, *accepted: str) -> PluginOption:
@@ -44,7 +46,6 @@ def _no_such_part(name: str, part: str, *accepted: str) -> PluginOption:
 _ONE_RANK = "only TensorRT engines have ranks, and their sums are collectives of their own"
 _SINKS = "sink tokens and windows are options of run (docs/cli.md)"
 _NO_LORA = "LoRA is not in this version"
-_CPU_UNFUSED = "the cpu backend has no kernel that fuses this GEMM with SwiGLU"
 
 OPTIONS: Mapping[str, PluginOption] = {
     option.name: option
@@ -115,20 +116,22 @@ OPTIONS: Mapping[str, PluginOption] = {
             "block reuse, chunked prefill and verification of drafts need it",
         ),
         PluginOption(
-            "use_fp8_context_fmha",
-            "auto",
-            ("auto", *SWITCH),
-            "enable lets attention write its output in FP8 for the next linear, disable quantizes "
-            "it separately (same values); auto is enable for FP8 checkpoints",
-            "the checkpoint has no FP8 linears",
-            needs_fp8=("enable",),
+            OPTION,
+            "disable",
+            SWITCH,
+            "cuda backend: enable computes prompts' attention with FP8 products, which is faster "
+            "and gives other text (docs/cuda.md); generation and the last tokens of a prompt keep "
+            "16 bits",
+            "it is enable or disable",
+            cuda_only=("enable",),
+            elsewhere="the cpu backend has no kernel with FP8 products for attention",
         ),
         PluginOption(
             "norm_quant_fusion",
             "auto",
             ("auto", *SWITCH),
-            "enable fuses RMSNorm and SwiGLU with the FP8 quantization that follows, disable keeps "
-            "them apart (same values); auto is enable for FP8 checkpoints",
+            "enable fuses RMSNorm, SwiGLU and attention with the FP8 quantization that follows, "
+            "disable keeps them apart (same values); auto is enable for FP8 checkpoints",
             "the checkpoint has no FP8 linears",
             needs_fp8=("enable",),
         ),
@@ -221,7 +224,7 @@ def resolve_plugins(
         if value not in names or is_refused:
             words = [n for n in names if is_fp8 or n not in option.needs_fp8]
             reason = "the checkpoint has no FP8 linears" if is_refused else option.reason
-            reason = _CPU_UNFUSED if value in foreign else reason
+            reason = option.elsewhere if value in foreign else reason
             raise Unsupported(
                 f"--{option.name} {value} is refused: {reason}; accepted here: {', '.join(words)}",
                 fix=f"--{option.name} {words[0]}",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from llmctl.builder.fp8_context import ATTRIBUTE
 from llmctl.builder.network import Network, Node
 from llmctl.builder.sources import LargestScale, RotaryTable
 
@@ -14,10 +15,15 @@ ROTARY = "rotary"
 
 
 def lower_attention(
-    network: Network, rotary: RotaryTable, kv_scales: Sequence[tuple[str, str]] | None
+    network: Network,
+    rotary: RotaryTable,
+    kv_scales: Sequence[tuple[str, str]] | None,
+    *,
+    fp8_context: bool = False,
 ) -> Network:
     """Split every gpt_attention. kv_scales: (K, V) checkpoint scale names per layer, None if the
-    cache has the model dtype. A window larger than max_seq_len is full attention."""
+    cache has the model dtype. A window larger than max_seq_len is full attention. fp8_context: FP8
+    products for prompts."""
     lowered = network.copy()
     lowered.add_weight(ROTARY, rotary)
     for node in network.nodes:
@@ -25,13 +31,19 @@ def lower_attention(
             layer = node.attributes["layer"]
             assert isinstance(layer, int)
             names = kv_scales[layer] if kv_scales is not None else None
-            lowered.replace_nodes([node], _split(lowered, node, rotary.positions, names), at=node)
+            kind = {ATTRIBUTE: True} if fp8_context else {}
+            parts = _split(lowered, node, rotary.positions, names, kind)
+            lowered.replace_nodes([node], parts, at=node)
     lowered.prune()
     return lowered
 
 
 def _split(
-    network: Network, node: Node, max_seq_len: int, scale_names: tuple[str, str] | None
+    network: Network,
+    node: Node,
+    max_seq_len: int,
+    scale_names: tuple[str, str] | None,
+    kind: Mapping[str, bool],
 ) -> list[Node]:
     scales = {}
     if scale_names is not None:
@@ -55,6 +67,6 @@ def _split(
         node.name,
         {"q": q, **scales},
         node.outputs,
-        {key: attributes[key] for key in _ATTEND},
+        {**{key: attributes[key] for key in _ATTEND}, **kind},
     )
     return [write, attend]

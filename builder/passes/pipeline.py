@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from llmctl.builder.config import BuildConfig
 from llmctl.builder.engine_format import KvCacheSpec, Plan
+from llmctl.builder.fp8_context import has_fp8_context
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
 from llmctl.builder.passes.attention import lower_attention
@@ -62,7 +63,8 @@ def run_passes(
         rope, size = (own.rope, own.head_size) if own else (model.rope, model.head_size)
         rotary = RotaryTable(rope, limits.max_seq_len, size)
         scales = None if own else kv_scales
-        fused = _fuse(graph, rotary, plugin_config, linear_scales, scales, able)
+        able_to = _quantizing_ops(plugin_config, limits), has_fp8_context(plugin_config) and not own
+        fused = _fuse(graph, rotary, *able_to, linear_scales, scales, able)
         if own is not None:
             windows = (0 if window >= limits.max_seq_len else window for window in own.windows)
             fused.cache = replace(own, windows=tuple(windows))
@@ -103,28 +105,30 @@ def run_passes(
 def _fuse(
     recorded: Network,
     rotary: RotaryTable,
-    plugin_config: Mapping[str, str],
+    quantizing: frozenset[str],
+    fp8_context: bool,
     linear_scales: Mapping[str, LinearScales],
     kv_scales: Sequence[tuple[str, str]] | None,
     able: Backend,
 ) -> Network:
-    """One graph in operators of ours."""
+    """One graph in operators of ours. quantizing: those that may write FP8 themselves; fp8_context:
+    whether attention of prompts has FP8 products."""
     network = merge_linears(recorded)
     network = fuse_silu(network)
     network = hoist_gather(network)
     network = fuse_residual(network)
     network = quantize_linears(network, linear_scales)
-    network = lower_attention(network, rotary, kv_scales)
+    network = lower_attention(network, rotary, kv_scales, fp8_context=fp8_context)
     if able.gathers_fp8:
         network = quantize_before_gather(network)
-    return fuse_quantize(network, _quantizing_ops(plugin_config))
+    return fuse_quantize(network, quantizing)
 
 
-def _quantizing_ops(plugin_config: Mapping[str, str]) -> frozenset[str]:
-    """Which ops may write FP8 themselves, as the two fusion switches say."""
-    ops: set[str] = set()
-    if plugin_config["norm_quant_fusion"] == "enable":
-        ops |= {"rms_norm", "swiglu"}
-    if plugin_config["use_fp8_context_fmha"] == "enable":
-        ops.add("paged_attention")
+def _quantizing_ops(plugin_config: Mapping[str, str], limits: BuildConfig) -> frozenset[str]:
+    """Which ops may write FP8 themselves."""
+    if plugin_config["norm_quant_fusion"] != "enable":
+        return frozenset()
+    ops = {"rms_norm", "swiglu", "paged_attention"}
+    if limits.kv_cache_type == "CONTINUOUS":  # attention is TensorRT's, which writes 16 bits
+        ops.remove("paged_attention")
     return frozenset(ops)

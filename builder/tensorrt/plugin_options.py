@@ -18,6 +18,7 @@ _NO_GEMM = (
 _ONE_PLAN = "a continuous cache makes one plan, in which every kernel is TensorRT's"
 _FUSED = "TensorRT fuses what it compiles by itself"
 _COLLECTIVE = "sums over ranks are collectives within TensorRT's plans"
+_NO_FP8_ATTENTION = "attention of TensorRT engines has 16-bit products: --backend cuda has others"
 _SWIGLU = "SwiGLU is fused where GEMMs are ours: --gemm_plugin"
 
 
@@ -39,6 +40,7 @@ def _common() -> tuple[PluginOption, ...]:
         _without("gemm_allreduce_plugin", "disable", _COLLECTIVE),
         _without("user_buffer", "disable", _COLLECTIVE),
         _without("pp_reduce_scatter", "disable", "no rank has layers of its own"),
+        _without("use_fp8_context_fmha", "disable", _NO_FP8_ATTENTION),
         PluginOption(
             "norm_quant_fusion",
             "auto",
@@ -102,7 +104,6 @@ def _continuous() -> tuple[PluginOption, ...]:
         _without("gemm_plugin", "auto", _ONE_PLAN),
         _without("low_latency_gemm_plugin", "disable", _ONE_PLAN),
         _without("use_paged_context_fmha", "disable", "the cache is not paged"),
-        _without("use_fp8_context_fmha", "disable", "TensorRT's attention writes the model dtype"),
         _without("remove_input_padding", "disable", "batches are padded in a continuous cache"),
         PluginOption(
             "multiple_profiles",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from llmctl.builder.fp8_context import ATTRIBUTE, OPTION
 from llmctl.builder.plan import Plan, PlanTensor
 from llmctl.builder.ranks import local_kv_heads
 from llmctl.builder.speculative_modes import SPECULATIVE_MODES
@@ -115,6 +116,9 @@ def _model(config: EngineConfig, plan: Plan, tensors: Mapping[str, PlanTensor]) 
             layer = int(attributes["layer"])
             window = cache.windows[layer] if 0 <= layer < cache.num_layers else None
             yield f"window of {op.name}", window, attributes["window"]
+            if attributes.get(ATTRIBUTE, False):
+                yield f"{OPTION} of {op.name}", config.plugin_config[OPTION], "enable"
+                yield f"the cache of {op.name}, which has FP8 products,", cache.dtype, FP8
         if op.op == "packed_linear_swiglu":
             yield f"dtype of {op.name}", model["dtype"], attributes["dtype"]
 

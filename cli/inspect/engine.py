@@ -60,6 +60,7 @@ def describe_engine(
         | {"step_ms": {count: [1e3 * bound for bound in found] for count, found in steps.items()}},
         "memory": _memory(config, plan),
         "rotary_tables": list(_rotary_tables(plan)),
+        "has_fp8_context": plan.has_fp8_context,
         "step": predicted,
         "outputs": dict(plan.outputs),
         "fused": [asdict(each) for each in plan.fused],

@@ -9,6 +9,7 @@ from llmctl.builder.speculative_modes import mode_of
 from llmctl.cli.inspect.by_ranks import draft_line, span
 from llmctl.cli.inspect.piece_text import piece_text
 from llmctl.cli.table import size, table
+from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
 
 SHORT_DTYPES = {
     "float32": "fp32",
@@ -25,7 +26,8 @@ _KERNEL_COLUMNS = ("registers", "threads", "shared_bytes", "local_bytes", "num_b
 def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
     yield str(engine["path"])
     origin = ("signature", signature_text(engine["signature"]))
-    yield from table([*summary_rows(engine["config"]), *rank_rows(engine), origin])
+    facts = (*prompt_rows(engine), *rank_rows(engine))
+    yield from table([*summary_rows(engine["config"]), *facts, origin])
     if "verified" in engine:
         counts = ", ".join(f"{count} {name}" for name, count in engine["verified"].items())
         yield from table([("verified", counts)])
@@ -95,6 +97,12 @@ def summary_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tokenizer", str(config["tokenizer"].get("hash") or "none")
     yield "versions", ", ".join(f"{name} {text}" for name, text in config["versions"].items())
     yield "command", str(config["command"]) or "none (built by a program)"
+
+
+def prompt_rows(engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Nothing where prompts' attention has 16-bit products."""
+    if engine["has_fp8_context"]:
+        yield "prompts", f"attention with FP8 products, {GROUP} tokens at a time"
 
 
 def rank_rows(engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -66,8 +66,7 @@ class Engine(ABC):
         )
         self.takes_trees = self.max_draft_len > 1  # two drafts may branch
         self.tokens_per_block = plan.kv_cache.tokens_per_block
-        has_fp8 = any(op.attributes.get("fp8_context", False) for op in plan.ops)
-        self.context_group = GROUP if has_fp8 else 0
+        self.context_group = GROUP if plan.has_fp8_context else 0
 
     @property
     def kv_bytes_per_block(self) -> int:

@@ -53,6 +53,12 @@ def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend:
             f"({_describe(cache.windows)})",
             fix="leave them out, or rebuild with: llmctl build --backend cuda (or cpu)",
         )
+    if plan.has_fp8_context:
+        raise Unsupported(
+            "--max-attention-window-size and --sink-token-length change how kernels attend; those "
+            "of this engine's prompts, with FP8 products, see all tokens",
+            fix="leave them out, or rebuild with: llmctl build --use_fp8_context_fmha disable",
+        )
     ops = tuple(_with_window(op, windows, options.sink_tokens) for op in plan.ops)
     caches, heads = _narrowed_heads(plan, windows, options.sink_tokens, max_seq_len)
     # The kernel that computes whole layers in one launch does not support requested windows.

@@ -223,7 +223,7 @@ def test_fusions_change_no_bit(
 ):
     tokens = some_tokens(20)
     wanted = open_test_engine(cuda_engines("qwen2 fp8"), "reference").run(tokens)
-    for option in ("gemm_swiglu_plugin", "norm_quant_fusion", "use_fp8_context_fmha"):
+    for option in ("gemm_swiglu_plugin", "norm_quant_fusion"):
         folder = build_engine(
             checkpoints("qwen2 fp8"),
             {option: "disable"},

@@ -154,8 +154,8 @@ def test_fusion_switches_change_the_plan_and_not_the_values(
     tokens = some_tokens(20)
     fused = open_test_engine(build_engine(modelopt_fp8), program_name)
     assert "quantize" not in {op.op for op in fused.plan.ops}
-    switches = {"norm_quant_fusion": "disable", "use_fp8_context_fmha": "disable"}
-    apart = open_test_engine(build_engine(modelopt_fp8, switches), program_name)
+    switch = {"norm_quant_fusion": "disable"}
+    apart = open_test_engine(build_engine(modelopt_fp8, switch), program_name)
     assert len([op for op in apart.plan.ops if op.op == "quantize"]) == 2 * 4
     assert torch.equal(fused.run(tokens), apart.run(tokens))
 

@@ -188,6 +188,7 @@ class FakeProgram:
                 logit_rows=rows,
                 trees=trees,
                 best_only=shape.best_only,
+                context_end=step.context_end[:requests].numpy(),
             ),
             self._kv_cache,
         )

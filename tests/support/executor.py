@@ -22,7 +22,7 @@ def collect(executor: Executor, request_id: int):
         got = executor.await_responses(request_id, WAIT_S)
         assert got, "no response in time"
         responses += got
-        if got[-1].has_error or got[-1].result.is_final:
+        if got[-1].result is None or got[-1].result.is_final:
             return responses
 
 

@@ -67,6 +67,13 @@ class DraftEngineDrafter(WithoutWindow):
                 f"the target engine {kv_cache.tokens_per_block}; they share block ids",
                 fix="rebuild one of them with the other's --tokens_per_block",
             )
+        if self._draft.context_group and not kv_cache.context_group:
+            raise PairMismatch(
+                "the draft engine reads prompts with FP8 products, the target engine without; it "
+                "has no prompts in groups for it",
+                fix="rebuild the draft with --use_fp8_context_fmha disable, or the target with "
+                "enable",
+            )
         self._draft.allocate_kv_cache(kv_cache.num_blocks)
         if kv_cache.num_host_blocks:
             self._draft.allocate_host_blocks(kv_cache.num_host_blocks)

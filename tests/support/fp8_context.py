@@ -1,0 +1,35 @@
+"""Prompts of several groups of tokens that are read with FP8 products, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.request import OutputConfig, Request
+from support.executor import collect
+
+VOCABULARY = 131  # of support/random_models.py
+Said = tuple[tuple[int, ...], tuple[float, ...] | None]  # tokens and their log-probabilities
+
+
+def make_requests(*, with_log_probs: bool = True) -> list[Request]:
+    """Prompts of which some begin alike; one with no group and some that end beside one."""
+    generator = np.random.default_rng(11)
+    stem = generator.integers(0, VOCABULARY, 700).tolist()
+    prompts = [
+        *(stem[:690], stem[:600], [*stem[:530], 7, 8, 9], stem[:513], stem[:512], stem[:257]),
+        *(generator.integers(0, VOCABULARY, count).tolist() for count in (31, 300)),
+    ]
+    output = OutputConfig(return_log_probs=with_log_probs)
+    return [Request(tuple(prompt), 40, output_config=output) for prompt in prompts]
+
+
+def say(executor: Executor, requests: Sequence[Request]) -> list[Said]:
+    """Tokens and log-probabilities of requests that run together."""
+    found = []
+    for request_id in [executor.enqueue_request(request) for request in requests]:
+        result = collect(executor, request_id)[-1].result
+        found.append((result.output_token_ids, result.log_probs))
+    return found
