@@ -1,6 +1,6 @@
 """Times what ranks with a GPU each exchange: sums behind O and down products, alone and with the
 norm that follows, logits, and instead of them the best ids, or draws without filters, which are
-also drawn from gathered logits.
+also drawn from gathered logits; and of draft heads what a layer puts out, and the likely ids.
 
     python -m scripts.bench.ranks [--ranks 2] [--hidden 8192] [--vocab 128256]
 
@@ -22,13 +22,15 @@ from llmctl.plugins.backends.cuda.read_rate import elapsed_ms
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.all_reduce.peers import entering_bytes, hops_of
 from llmctl.plugins.ops.rank_argmax.chunks import PEER_CHUNK
+from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from scripts.bench.ranks_support import ExchangingRank, run_ranks
 
-ROWS = (1, 11, 176)
+ROWS = (1, 4, 11, 176)  # of which 4 are beams of a request
 PROMPTS = (512, 2048)  # rows of prompts, of sums with the norm alone
 REPEATS, REPLAYS, WARM_UP = 50, 25, 5
 LINK_BYTES_S = 450e9
 DRAW_BYTES = 32  # of a row's best draw
+LISTED = 4  # likely ids of a chunk, as for four beams
 Times = tuple[float, float, float]  # median, least, most, in microseconds
 
 
@@ -42,6 +44,12 @@ def measure(rank: int, ranks: int, pipe: Connection, hidden: int, vocab: int) ->
         for call in (_sum(own, rows, hidden), _gathering(own, rows, share, vocab)):
             entering = call.inputs["x"].nbytes * (ranks - 1)
             found.append((call.op, rows, _time(own, call, rows), entering))
+        columns, listing = _columns(own, rows, 2 * hidden), _listing(own, rows, share, vocab)
+        for name, call, given in (
+            ("columns", columns, columns.inputs["x"].nbytes),
+            ("likely ids", listing, rows * _listed_bytes(share)),
+        ):
+            found.append((name, rows, _time(own, call, rows), given * (ranks - 1)))
         each = (
             ("best id", "best", 8 * -(-share // PEER_CHUNK)),
             ("draw", "drawn", DRAW_BYTES),
@@ -87,6 +95,28 @@ def _gathering(own: ExchangingRank, rows: int, share: int, vocab: int) -> OpCall
     x = torch.randn(rows, share, device=own.device)
     out = torch.empty(rows, vocab, device=own.device)
     return OpCall("all_gather", "gather", {"x": x}, {"out": out}, {"ranks": own.ranks})
+
+
+def _columns(own: ExchangingRank, rows: int, width: int) -> OpCall:
+    """As a layer of a ReDrafter head puts them out."""
+    x = torch.randn(rows, width // own.ranks, device=own.device).bfloat16()
+    out = torch.empty(rows, width, dtype=torch.bfloat16, device=own.device)
+    return OpCall("all_gather", "c", {"x": x}, {"out": out}, {"ranks": own.ranks, "to_all": True})
+
+
+def _listing(own: ExchangingRank, rows: int, share: int, vocab: int) -> OpCall:
+    gathering = _gathering(own, rows, share, vocab)
+    chunks = rank_offers.num_chunks(own.ranks, share)
+    made = {
+        "listed": torch.empty(rows, chunks, LISTED, dtype=torch.int64, device=own.device),
+        "sums": torch.empty(rows, chunks, 2, device=own.device),
+    }
+    return replace(gathering, outputs={**gathering.outputs, **made})
+
+
+def _listed_bytes(share: int) -> int:
+    """Of a row, that a rank gives."""
+    return 8 * (LISTED + 1) * -(-share // PEER_CHUNK)
 
 
 def _merging(own: ExchangingRank, rows: int, share: int, vocab: int, role: str) -> OpCall:
