@@ -43,15 +43,12 @@ struct TransactionBarrier {  // an mbarrier
   }
 };
 
-#ifndef MEMORY_BYTES
-#define MEMORY_BYTES 1024
-#endif
 struct Block {
   Barrier all;
   std::vector<Barrier*> warps;
   std::vector<u64> lanes;  // what threads of a warp show each other
-  alignas(16) u8 memory[MEMORY_BYTES] = {};
-  TransactionBarrier transactions[MEMORY_BYTES / 8];
+  u8 memory[1024] = {};
+  TransactionBarrier transactions[1024 / 8];
   struct Cluster* cluster;
   explicit Block(int threads) : all(threads), lanes(threads) {
     for (int i = 0; i < threads; i += 32) warps.push_back(new Barrier(std::min(32, threads - i)));
@@ -115,7 +112,7 @@ static void run_blocks(int grid, int cluster, int threads, const std::function<v
 
 // ---- shared memory: addresses are offsets, with the block of the cluster in the upper half ----
 
-DEVICE u32 shared_address(const void* p) { return u32((const u8*)p - own_block->memory); }
+DEVICE u32 shared_address(const u8* p) { return u32(p - own_block->memory); }
 DEVICE u32 remote_address(u32 address, u32 block) { return address | (block + 1) << 16; }
 DEVICE TransactionBarrier& transactions_at(Block* block, u32 at) {
   return block->transactions[(at & 0xFFFF) / 8];

@@ -104,13 +104,9 @@ extern "C" void launch(int grid, int cluster, {parameters}) {{
 
 
 def compile_peers(source: str = EXCHANGE, **macros: object) -> ctypes.CDLL:
-    """The kernel of these macros; `launch` returns when all of its blocks are done."""
-    return compile_kept(as_cpp(source), **macros)
-
-
-def compile_kept(text: str, **macros: object) -> ctypes.CDLL:
-    """A source in C++. Kept between runs, as kernels for a GPU are."""
-    defined = [f"-D{key}={value}" for key, value in macros.items()]
+    """The kernel of these macros; `launch` returns when all of its blocks are done. Kept between
+    runs, as kernels for a GPU are."""
+    text, defined = as_cpp(source), [f"-D{key}={value}" for key, value in macros.items()]
     compiler = [*find_compiler(), *_FLAGS]
     parts = (text, CUDA.read_text(), *defined, *compiler, _version(tuple(find_compiler())))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -101,13 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
       last_key[r] = min(load_int(position_ids + token), item.limit - 1);
     }
     State all, unit;
-    all.clear();
-    const auto append = [&](const float (&acc)[SIZE / 2], const float (&largest)[2],
-                            const float (&total)[2]) {
-      merge(all, acc, largest, total);
-    };
-    attend(shared, rings, queries, AllTiles{tiles}, full_tiles, last_key, scale, unit, append);
-    append(unit.acc, unit.largest, unit.total);
+    attend(shared, rings, queries, tiles, full_tiles, last_key, scale, all, unit);
+    merge(all, unit.acc, unit.largest, unit.total);
     // Read here, because keeping them through the loop would cost registers.
     const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
     const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;

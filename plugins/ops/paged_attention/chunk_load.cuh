@@ -210,11 +210,11 @@ struct Copied {
   }
 };
 
-// Loads queries and parameters of an item, by THREADS threads; an item without tiles means that there are no more.
+// Loads queries and parameters of an item; an item without tiles means that there are no more.
 DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE::Storage* q,
-                       u32 nth, int first_thread = 0) {
+                       u32 nth) {
   constexpr int PER_ROW = SIZE / 8, ROW_STEP = THREADS / PER_ROW, COUNT = 4;  // at a time
-  const u32 thread = thread_from_here() - first_thread;
+  const u32 thread = thread_from_here();
   const int first_row = thread / PER_ROW, piece = thread % PER_ROW;
   barrier_wait(shared.empty_item(nth % 2), nth / 2 % 2 ^ 1);
   if (threadIdx.x == 0) {

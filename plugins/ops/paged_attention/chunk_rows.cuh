@@ -11,52 +11,38 @@ DEVICE int row_of(int r) {
   return (thread - THREADS) / 32 * 16 + thread % 32 / 4 + 8 * r;
 }
 
-// By how much sums of a thread's rows are multiplied when a work item is appended to what has been merged to the left
-// of it.
-struct Factors {
-  float left[2], right[2];
-
-  // Appends the work item's states.
-  template <class All>
-  DEVICE Factors(All& all, const float (&largest)[2], const float (&total)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float top = fmaxf(all.largest[r], largest[r]), base = finite(top);
-      left[r] = exp2(__fsub_rn(all.largest[r], base));
-      right[r] = exp2(__fsub_rn(largest[r], base));
-      all.total[r] = __fmaf_rn(all.total[r], left[r], __fmul_rn(total[r], right[r]));
-      all.largest[r] = top;
-    }
-  }
-  // Appends value i of those that a thread has.
-  DEVICE void append(float& sum, int i, float x) const {
-    sum = __fmaf_rn(sum, left[i / 2 % 2], __fmul_rn(x, right[i / 2 % 2]));
-  }
-};
-
-// Appends a work item's values and states. `all` may have some of a State's dimensions; acc has those.
-template <class All, int COUNT>
-DEVICE void merge(All& all, const float (&acc)[COUNT], const float (&largest)[2],
+// Appends a work item's values and states to what has been merged to the left of it.
+DEVICE void merge(State& all, const float (&acc)[SIZE / 2], const float (&largest)[2],
                   const float (&total)[2]) {
-  const Factors factors(all, largest, total);
+  float left[2], right[2];
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) factors.append(all.acc[i], i, acc[i]);
+  for (int r = 0; r < 2; ++r) {
+    const float top = fmaxf(all.largest[r], largest[r]), base = finite(top);
+    left[r] = exp2(__fsub_rn(all.largest[r], base));
+    right[r] = exp2(__fsub_rn(largest[r], base));
+    all.total[r] = __fmaf_rn(all.total[r], left[r], __fmul_rn(total[r], right[r]));
+    all.largest[r] = top;
+  }
+#pragma unroll
+  for (int i = 0; i < SIZE / 2; ++i) {
+    const int r = i / 2 % 2;
+    all.acc[i] = __fmaf_rn(all.acc[i], left[r], __fmul_rn(acc[i], right[r]));
+  }
 }
 
-// Stores what is merged, from dimension `first` on.
-template <class All, class Its>
-DEVICE void store(const All& all, const Its& item, OUT_TYPE::Storage* out, float value_scale,
-                  float quanta, int first = 0) {
+template <class Its>
+DEVICE void store(const State& all, const Its& item, OUT_TYPE::Storage* out, float value_scale,
+                  float quanta) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = row_of(r);
     if (row >= item.rows) continue;
     const long long token = item.token + row / GROUP;
     OUT_TYPE::Storage* to = out + (token * HEADS + item.head) * (GROUP * SIZE) + row % GROUP * SIZE +
-                            first + 2 * (threadIdx.x % 4);
+                            2 * (threadIdx.x % 4);
     const float factor = __fdiv_rn(value_scale, all.total[r]);
 #pragma unroll
-    for (int j = 0; j < int(sizeof(all.acc) / 16); ++j) {
+    for (int j = 0; j < SIZE / 8; ++j) {
       const float* x = &all.acc[4 * j + 2 * r];
       store_pair(to + 8 * j, finish_pair(x[0], x[1], factor, quanta));
     }
@@ -93,24 +79,11 @@ DEVICE void load_queries(u32 (&queries)[STEPS][4], u32 operand) {
   }
 }
 
-// All tiles of an item, one after another.
-struct AllTiles {
-  int tiles, tile = 0, next_unit = 1, unit_end = 1;
-
-  DEVICE bool is_over() const { return tile >= tiles; }
-  // To the next tile; whether that begins a work item.
-  DEVICE bool next() {
-    const bool is_first = ++tile == unit_end;
-    if (is_first) unit_end = unit_start(++next_unit);
-    return is_first;
-  }
-};
-
-// Attends to the tiles of a walk: finish(sums, largest, total) takes every work item but the last one, which is left in
-// `unit`. From full_tiles on rows see keys up to last_key only. Queries are where `start_logits` finds them.
-template <class Queries, class Walk, class Finish>
-DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, Walk at, int full_tiles,
-                   const int (&last_key)[2], float scale, State& unit, const Finish& finish) {
+// Attends to tiles [0, tiles): `all` is what is merged of all work items but the last, `unit` the last one. From
+// full_tiles on rows see keys up to last_key only. Queries are where `start_logits` finds them.
+template <class Queries>
+DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, int tiles,
+                   int full_tiles, const int (&last_key)[2], float scale, State& all, State& unit) {
   auto& keys = rings.keys;
   auto& values = rings.values;
   float s[32];
@@ -149,27 +122,32 @@ DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, W
     release(shared.empty_values(values.slot));
     values.advance();
   };
+  all.clear();
   unit.clear_states();
+  int next_unit = 1, unit_end = 1;
   multiply_keys();
   product_wait<0>();
   release_keys();
-  find_base(at.tile);
+  find_base(0);
   weigh();
 #pragma unroll 1
-  for (bool begins = at.next(); !at.is_over(); begins = at.next()) {
+  for (int tile = 1; tile < tiles; ++tile) {
     multiply_keys();
     multiply_values();
     product_wait<1>();
     release_keys();
-    is_first = begins;
+    is_first = tile == unit_end;
     float largest[2], total[2];  // of the work item whose values are being added
 #pragma unroll
     for (int r = 0; r < 2; ++r) largest[r] = unit.largest[r], total[r] = unit.total[r];
-    if (is_first) unit.clear_states();
-    find_base(at.tile);
+    if (is_first) {
+      unit.clear_states();
+      unit_end = unit_start(++next_unit);
+    }
+    find_base(tile);
     product_wait<0>();
     release_values();
-    if (is_first) finish(unit.acc, largest, total);
+    if (is_first) merge(all, unit.acc, largest, total);
     weigh();
     if (!is_first) softening.fade_values(unit);
   }

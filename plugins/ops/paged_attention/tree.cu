@@ -7,65 +7,64 @@
 // shared memory, and the computing warps merge and store. Where the root's work item begins before the root's tile, the
 // computing warps hand it to the others, which go on.
 //
-// A tile takes about 1.1 us, because its products, its softmax and its merge follow each other. So two thread blocks, a
-// cluster, share the tiles before the root's where there are multiprocessors for them (tree_shares.cuh). Verification.cu
+// A tile takes about 1.1 us, because its products, its softmax and its merge follow each other. Verification.cu
 // is faster while its thread blocks, of up to 24 rows, run at once; this kernel is for steps of more rows.
 //
-// Macros: as of chunk.cu, with WARPGROUPS 1; TREE (1), WINDOW_TILES, SPLITS (1 | 2), SHARED_BYTES.
-// Grid: SPLITS, KV heads * blocks of rows, requests.
+// Macros: as of chunk.cu, with WARPGROUPS 1; TREE (1), WINDOW_TILES, SHARED_BYTES.
+// Grid: 1, KV heads * blocks of rows, requests.
 
 #include "ops/paged_attention/tree_tail.cuh"
 
-// Brings the part's keys and values before the root's tile.
+// The last of the keys that a part's tokens see, for every thread.
+DEVICE int last_seen(const Part& part, const int* position_ids, int num_tokens) {
+  const int first = part.paths.numbers.start + part.first_token;
+  const int end = min(min(first + TOKENS, part.paths.numbers.end), num_tokens);
+  int position = -1;
+  for (int at = first + lane_id(); at < end; at += 32) {
+    position = max(position, load_int(position_ids + at));
+  }
+  return min(__reduce_max_sync(~0u, position), part.paths.numbers.limit - 1);
+}
+
+// Brings the part's queries, and keys and values before the root's tile.
 DEVICE void load_tiles(const Shared& shared, const Part& part, const Sources& from) {
   if (part.tiles == 0) return;
+  const Item item = part.item();
   Loader loader;
   loader.cache = from.cache, loader.tables = from.block_tables;
   loader.aim(part.head, part.request * from.table_stride);
-  const OwnTiles own = part.own_tiles();
-  const int pages = pages_of(part.tiles * KEYS);
-  loader.load_pages(own.tile, pages);
-  bring_tiles(shared, loader, own, pages);
+  loader.load_pages(0, pages_of(item.limit));
+  bring_item(shared, item, from.q, 0);
+  Ring<STAGES> ring;
+  Converted tiles;
+  tiles.begin(loader, item);
+  tiles.bring(shared, loader, item, ring);
 }
 
-// The merged state of all keys, of the dimensions that the block merges.
-DEVICE Merged attend_all(const Shared& shared, const TailShared& tail, const Part& part,
-                         const MODEL_TYPE::Storage* q, float scale) {
+// The merged state of all keys.
+DEVICE void attend_all(const Shared& shared, const TailShared& tail, const Part& part, float scale,
+                       State& all) {
   State unit;
-  Merging merging(tail.slots, tail.sending, tail.sent, part.rank(), part.root_unit());
-  bool begins = part.goes_on(), waits = SPLITS > 1 && begins;
-  const auto take = [&](const float (&acc)[SIZE / 2], const float (&largest)[2],
-                        const float (&total)[2]) {
-    if (begins) {
-      store_rows(tail.begun, part.rank(), acc, largest, total);
-      tell(tail.has_begun);
-      begins = false;
-      return;
-    }
-    if (waits) barrier_wait(tail.is_taken, 0);
-    waits = false;
-    merging.take(acc, largest, total);
-  };
-  const OwnTiles own = part.own_tiles();
-  if (!own.is_over()) {
-    bring_item(shared, part.item(), q, 0, THREADS);  // the loading warps begin with tiles
+  all.clear();
+  if (part.tiles > 0) {
     barrier_wait(shared.full_item(0), 0);
     Rings rings;
-    attend(shared, rings, shared.queries(0, 0), own, part.tiles, {}, scale, unit, take);
-    take(unit.acc, unit.largest, unit.total);
+    attend(shared, rings, shared.queries(0, 0), part.tiles, part.tiles, {}, scale, all, unit);
+    if (part.goes_on()) {
+      store_rows(tail.handed, unit);
+      arrive<UNIT_STOPPED>();
+    } else {
+      merge(all, unit.acc, unit.largest, unit.total);
+    }
   }
-  merging.finish();
-  Turn handed{tail.is_handed};
-  int number = part.root_unit();
+  int number = part.paths.root_unit();
 #pragma unroll 1
   while (true) {
-    handed.wait();
-    if (threadIdx.x == THREADS) tail.expect_rows();
-    Merged its;
-    load_rows(its, tail.handed);
-    merge(merging.all, its.acc, its.largest, its.total);
-    if (!part.has_unit(++number)) return merging.all;
-    tell_all(tail.is_free);
+    meet<UNIT_DONE>();
+    load_rows(unit, tail.handed);
+    merge(all, unit.acc, unit.largest, unit.total);
+    if (!part.has_unit(++number)) return;
+    arrive<UNIT_MERGED>();
   }
 }
 
@@ -88,13 +87,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
     }
     barrier_init(shared.full_item(0), THREADS / 32);
     barrier_init(shared.empty_item(0), 4);
-    tail.begin();
     barrier_init_fence();
   }
   __syncthreads();
-  if (SPLITS > 1) cluster_arrive();
   wait_for_dependencies();
-  if (SPLITS > 1) cluster_wait();
   Part part;
   part.request = blockIdx.z, part.head = blockIdx.y % HEADS;
   part.first_token = blockIdx.y / HEADS * TOKENS;
@@ -104,6 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
   const int count = numbers.end - numbers.start;
   if (count > max_tokens || part.first_token >= count || numbers.limit <= 0) return;
   part.tiles = min(columns::TreePaths::first_tile(numbers), table_stride * TOKENS_PER_BLOCK / KEYS);
+  part.all_tiles = max(last_seen(part, position_ids, num_tokens) / KEYS, part.tiles) + 1;
+  part.all_tiles = min(part.all_tiles, part.tiles + WINDOW_TILES);
   const Sources from = {q,     cache,        position_ids, block_tables,
                         trees, table_stride, num_pages,    num_tokens};
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
@@ -112,14 +110,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
     load_tiles(shared, part, from);
   } else if (threadIdx.x < THREADS + 128) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-    part.see(position_ids, num_tokens);
-    const Merged all = attend_all(shared, tail, part, q, scale);
+    State all;
+    attend_all(shared, tail, part, scale, all);
     const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
     const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
-    store(all, part.item(), out, value_scale, quanta, part.rank() * (SIZE / SPLITS));
+    store(all, part.item(), out, value_scale, quanta);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
-    part.see(position_ids, num_tokens);
     attend_tail(tail, shared.queries(1, 0), part, from, scale);
   }
 }

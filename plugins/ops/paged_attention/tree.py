@@ -2,8 +2,7 @@
 
 It gives the bits of the other kernels. It supports the calls of chunk.cu whose caches have 8-bit
 numbers, and reads a context tile after tile: it is for steps with so many rows that
-verification.cu's thread blocks would not all run at once. Two thread blocks share a context's tiles
-where all of them run at once.
+verification.cu's thread blocks would not all run at once.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.paged_attention.batch import covers_batch
 from llmctl.plugins.ops.paged_attention.chunk import covers_chunks
-from llmctl.plugins.ops.paged_attention.source_specs import (
-    group_size,
-    most_short_tokens,
-    source_variant,
-    tensor_types,
-)
+from llmctl.plugins.ops.paged_attention.source_specs import group_size, source_variant, tensor_types
 from llmctl.plugins.ops.paged_attention.tiles import KEYS
 from llmctl.plugins.ops.paged_attention.verification import (
     choose_tree_variant,
@@ -40,14 +34,13 @@ if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
 ROWS = 64  # of a thread block
-_STAGES = {1: 3, 2: 2}  # tiles of keys, and of values; by thread blocks to a context
-# The time of a wave of thread blocks, microseconds: its start and end, and a tile; by how many have
-# a context. Measured up to MAX_CONTEXT tokens (docs/performance/trees.md, log/attention.md).
-_WAVE_US = {1: (7.0, 0.9), 2: (8.7, 0.75)}
+STAGES = 3  # tiles of keys, and of values
+# The time of a wave of thread blocks, microseconds: its start and end, and a tile; measured on an
+# H100 up to MAX_CONTEXT tokens (docs/performance/trees.md).
+_WAVE_US, _TILE_US = 7.0, 0.9
 MAX_CONTEXT = 4096
 # Rows of chains that the kernels that split contexts process in a microsecond, with 16 tiles.
 _ROWS_PER_US = 128
-_BARRIER_BYTES = 8 * (4 + 3 * 4)  # of the tail's, and of what two thread blocks send
 WARPS = 16  # four that load, four that compute, eight for the keys behind the root
 WINDOW_TILES = 3  # from the root's tile on
 MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
@@ -61,14 +54,9 @@ def covers_trees(call: OpCall, limits: StepLimits) -> bool:
 
 
 def count_blocks(call: OpCall, num_requests: int, max_tokens: int) -> int:
-    """Thread blocks, or pairs of them."""
+    """Thread blocks."""
     blocks = -(-max_tokens // (ROWS // group_size(call)))
     return num_requests * int(call.attributes["num_kv_heads"]) * blocks
-
-
-def count_splits(call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int) -> int:
-    """How many thread blocks share a context: two if all run at once."""
-    return 2 if 2 * count_blocks(call, num_requests, max_tokens) <= limits.num_sms else 1
 
 
 def estimate_us(
@@ -84,8 +72,7 @@ def estimate_us(
     if not covers_trees(call, limits) or max_tree_len > MAX_TREE or max_kv_len > MAX_CONTEXT:
         return None
     waves = -(-count_blocks(call, num_requests, max_tokens) // limits.num_sms)
-    first, tile = _WAVE_US[count_splits(call, limits, num_requests, max_tokens)]
-    return waves * (first + tile * -(-max_kv_len // KEYS))
+    return waves * (_WAVE_US + _TILE_US * -(-max_kv_len // KEYS))
 
 
 def fast_tree_launch(
@@ -163,38 +150,30 @@ def tree_launch(
         step.paths,
         step.paths.stride(0) if has_trees else 0,
     )
-    splits = count_splits(call, env.limits, num_requests, max_tokens)
-    grid = (splits, blocks // num_requests, num_requests)
-    return Launch(tree_spec(call, env.limits, splits), grid, arguments)
+    return Launch(tree_spec(call, env.limits), (1, blocks // num_requests, num_requests), arguments)
 
 
 def tree_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
-    """The binaries that steps may need."""
-    if not limits.takes_trees or not covers_trees(call, limits):
-        return []
-    most = min(most_short_tokens(limits, has_trees=True), MAX_TREE)
-    fewest = count_splits(call, limits, limits.max_batch_size, most)
-    return [tree_spec(call, limits, splits) for splits in (2, 1) if splits >= fewest]
+    """The binary, where a step may need it."""
+    is_needed = limits.takes_trees and covers_trees(call, limits)
+    return [tree_spec(call, limits)] if is_needed else []
 
 
-def tree_spec(call: OpCall, limits: StepLimits, splits: int) -> KernelSpec:
-    """The binary of so many thread blocks to a context."""
+def tree_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
+    """The one binary."""
     size, group = int(call.attributes["head_size"]), group_size(call)
     words, constants = source_variant(call, limits)
     operand_bytes = KEYS * size * 2
     # Queries of two items, the rings, barriers and items as in chunk.cu; the tail's queries lie
     # where the second item's would.
-    stages = _STAGES[splits]
-    chunk_bytes = (2 + 2 * stages) * operand_bytes + 8 * (4 * stages + 4) + 2 * 6 * 4 + 16
+    chunk_bytes = (2 + 2 * STAGES) * operand_bytes + 8 * (4 * STAGES + 4) + 2 * 6 * 4 + 16
     window = WINDOW_TILES * KEYS
     window_bytes = 2 * (window * size + max(size, 128))
-    handed_bytes = ROWS * ((size // splits + 8) * 4 + 8)
-    if splits > 1:  # slots of two work items, and what is being sent
-        handed_bytes += 3 * ROWS * (size // splits * 4 + 8)
-    tail_bytes = window_bytes + handed_bytes + ROWS // group * window + ROWS * 4 + _BARRIER_BYTES
+    handed_bytes = ROWS * (size + 8) * 4 + ROWS * 8
+    tail_bytes = window_bytes + handed_bytes + ROWS // group * window + ROWS * 4
     shared_bytes = -(-chunk_bytes // 1024) * 1024 + tail_bytes
     return KernelSpec(
-        name=".".join(["paged_attention.tree", *words, f"k{splits}"]),
+        name=".".join(["paged_attention.tree", *words]),
         source="ops/paged_attention/tree.cu",
         arguments=(
             *tensor_types(call, limits),
@@ -205,15 +184,13 @@ def tree_spec(call: OpCall, limits: StepLimits, splits: int) -> KernelSpec:
         ),
         constants=constants
         | {
-            "STAGES": stages,
+            "STAGES": STAGES,
             "WARPGROUPS": 1,
             "TREE": 1,
             "WINDOW_TILES": WINDOW_TILES,
-            "SPLITS": splits,
             "SHARED_BYTES": shared_bytes,
         },
         entry="tree",
         num_warps=WARPS,
-        cluster=splits,
         shared_bytes=shared_bytes,
     )

@@ -38,12 +38,6 @@ struct PathKeys {
   }
 };
 
-// Some of a warp's tokens.
-struct Those {
-  int begin = 0, end = BLOCK_TOKENS;
-  DEVICE bool has(int t) const { return begin <= t && t < end; }
-};
-
 // Which requests of a step have trees: arrays as in `DeviceStep`. No request does where `stride` is 0.
 struct StepTrees {
   const int *start, *root, *paths;
@@ -124,14 +118,13 @@ struct TreePaths {
     }
     return its;
   }
-  // The row of the window of each key of the tail, for those of a warp's tokens, which begin with first_token: nth and
-  // those behind it of the table.
+  // The row of the window of each key of the tail, for these tokens from first_token on: nth and those behind it of
+  // the table.
   DEVICE void find_rows(u8 (*table)[WINDOW_KEYS], const ColumnTokens& its, const StepTrees& trees,
-                        int first_token, int nth, Those those = {}) const {
+                        int first_token, int nth) const {
     const int tree = numbers.tree, count = numbers.limit - root;
 #pragma unroll
     for (int t = 0; t < BLOCK_TOKENS; ++t) {
-      if (!those.has(t)) continue;
       const int token = first_token + t, position = its.positions[t];
       const bool is_real = position >= 0;
       const int* path = trees.paths + (long long)(tree + token) * trees.stride;
@@ -154,12 +147,12 @@ struct TreePaths {
   // table: rows of the columns' tokens.
   DEVICE void add_tiles(ColumnState& state, u32 window, const Queries& queries, const int* sees,
                         const u8 (*table)[WINDOW_KEYS], int tile, int end, float scale,
-                        bool is_first, Those those = {}) const {
+                        bool is_first) const {
     const int2 seen = *(const int2*)(sees + lane_id() % 4 * 2);
 #pragma unroll 1
     for (; tile < end; ++tile) {
 #pragma unroll 1
-      for (int t = those.begin; t < those.end; ++t) {
+      for (int t = 0; t < BLOCK_TOKENS; ++t) {
         const int position = sees[t * GROUP];
         if (position < tile * KEYS) continue;
         const u8* rows = table[t] + (tile * KEYS - first);

@@ -4,7 +4,6 @@ it serves. tests/gpu compares its bits."""
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from support.kernel import compile_all
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.ops.paged_attention import kernel, verification
 from llmctl.plugins.ops.paged_attention.tiles import count_units
-from llmctl.plugins.ops.paged_attention.tree import count_splits, tree_spec, tree_specs
+from llmctl.plugins.ops.paged_attention.tree import tree_spec
 
 WIDE = {
     "heads": 64,
@@ -176,19 +175,7 @@ def test_what_it_does_not_cover_stays_with_the_other_kernels(other):
 def test_the_kernel_of_few_thread_blocks_finds_room(heads):
     world = World(**{**WIDE, "heads": heads, "trees": {0: [-1] * 20}})
     call, limits = world.call([(0, 0, 1)]), world.limits()
-    for splits in (1, 2):  # thread blocks to a context
-        ((_, binary, code),) = compile_all([tree_spec(call, limits, splits)])
-        assert "HGMMA" in code and "HMMA" in code and "USETMAXREG" in code
-        assert ("STAS" in code) == (splits == 2) and binary.cluster == splits
-        assert binary.local_bytes <= 64 and binary.shared_bytes <= 227 * 1024
-        assert tree_spec(call, limits, splits) in kernel.kernels(call, limits)
-
-
-def test_two_blocks_share_a_context_where_all_run_at_once():
-    world = World(**{**WIDE, "trees": {0: [-1] * 127}})
-    call, limits = world.call([(0, 0, 1)]), world.limits()
-    for requests, tokens, splits in ((1, 64, 2), (1, 65, 1), (4, 16, 2), (5, 16, 1)):
-        assert count_splits(call, limits, requests, tokens) == splits
-    few = replace(limits, max_batch_size=1, max_draft_len=63)  # then all steps' blocks run at once
-    assert [spec.cluster for spec in tree_specs(call, few)] == [2]
-    assert [spec.cluster for spec in tree_specs(call, limits)] == [2, 1]
+    ((_, binary, code),) = compile_all([tree_spec(call, limits)])
+    assert "HGMMA" in code and "HMMA" in code and "USETMAXREG" in code
+    assert binary.local_bytes <= 64 and binary.shared_bytes <= 227 * 1024
+    assert tree_spec(call, limits) in kernel.kernels(call, limits)

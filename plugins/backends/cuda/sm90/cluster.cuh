@@ -46,15 +46,6 @@ DEVICE void store_remote_pair(u32 address, u32 barrier, float a, float b) {
       : "memory");
 }
 
-// From this block's shared memory to another's, counted by that block's barrier; all are multiples of 16.
-DEVICE void copy_to_block(u32 target, u32 source, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-      "[%3];" ::"r"(target),
-      "r"(source), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
 // copy_block for every block of a cluster that `blocks` has a bit of, to the same place and barrier of each.
 DEVICE void copy_block_to(u16 blocks, u32 target, const void* source, u32 bytes, u32 barrier,
                           u64 policy) {
