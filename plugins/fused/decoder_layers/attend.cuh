@@ -7,34 +7,63 @@
 
 namespace attention {
 
-// Merges all work items of a head from left to right; each lane has a pair of dimensions.
+// Lanes that merge a pair of dimensions each, a power of two. Other lanes ask for the work items behind those that
+// these have registers for, so a head's work items are all asked for at once. With 4-bit weights that is not faster.
+constexpr int MERGE_LANES = MXFP4 || SLICE_PAIRS > 16 ? 32 : SLICE_PAIRS > 8 ? 16 : 8;
+constexpr int MERGE_PARTS = 32 / MERGE_LANES;
+constexpr int AT_ONCE = 16;  // work items of a lane
+
+// The work items merged so far.
+struct Merged {
+  float largest = minus_infinity(), total = 0.0f, a = 0.0f, b = 0.0f;
+
+  DEVICE void add(const uint2& state, const uint2& sums) {
+    const float its = __uint_as_float(state.x), top = fmaxf(largest, its), base = finite(top);
+    const float left = exp2(__fsub_rn(largest, base)), right = exp2(__fsub_rn(its, base));
+    largest = top;
+    total = __fmaf_rn(total, left, __fmul_rn(__uint_as_float(state.y), right));
+    a = __fmaf_rn(a, left, __fmul_rn(__uint_as_float(sums.x), right));
+    b = __fmaf_rn(b, left, __fmul_rn(__uint_as_float(sums.y), right));
+  }
+  DEVICE void take_over(int lane) {
+    largest = __shfl_sync(~0u, largest, lane), total = __shfl_sync(~0u, total, lane);
+    a = __shfl_sync(~0u, a, lane), b = __shfl_sync(~0u, b, lane);
+  }
+};
+
+// Merges all work items of a head from left to right, by one warp.
 DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, float value_scale,
                         float quanta, const int* arrived, int expected) {
+  const int part = lane_id() / MERGE_LANES;  // of a lane's work items
 #pragma unroll 1
-  for (int i = anew(lane_id()); i < SLICE_PAIRS; i += 32) {
+  for (int first = MERGE_PARTS > 1 ? 0 : anew(lane_id()); first < SLICE_PAIRS; first += MERGE_LANES) {
+    const int i = MERGE_PARTS > 1 ? first + anew(lane_id() % MERGE_LANES) : first;
     const int pair = slice * SLICE_PAIRS + i, row = pair / (SIZE / 2);
-    if (pair >= PAIRS) continue;
+    const bool is_mine = i < SLICE_PAIRS && pair < PAIRS;
+    if (MERGE_PARTS == 1 && !is_mine) continue;
     const int nth = pair % (SIZE / 2);
     // `StatePlace` pairs dimensions 16 i + 2 r and the next, or 16 i + r and the one 8 further.
     const int dim = IS_BYTE ? 2 * nth : nth / 8 * 16 + nth % 8, apart = IS_BYTE ? 1 : 8;
     const int at = ATTENDED_AT + row / GROUP * ATTENDED + (head * GROUP + row % GROUP) * SIZE + dim;
+    const bool is_writer = is_mine && part == 0, has_row = is_mine && row < s.num_rows;
     // All threads have read what the previous layer left there.
-    if (IS_BYTE) clear<2>(x, at);
-    else clear<1>(x, at), clear<1>(x, at + apart);
+    if (is_writer) {
+      if (IS_BYTE) clear<2>(x, at);
+      else clear<1>(x, at), clear<1>(x, at + apart);
+    }
     u8 low = 0, high = 0;
-    if (row < s.num_rows) {
-      const u8* state = x.now + state_at(head, 0) + row * 8;
-      const u8* sum = x.now + sums_at(head, 0) + (row * SIZE + 2 * nth) * 4;
-      float largest = minus_infinity(), total = 0.0f, a = 0.0f, b = 0.0f;
+    if (has_row || MERGE_PARTS > 1) {
+      const u8* state = x.now + state_at(head, part * AT_ONCE) + row * 8;
+      const u8* sum = x.now + sums_at(head, part * AT_ONCE) + (row * SIZE + 2 * nth) * 4;
+      Merged merged;
       made(state), made(sum);  // while other values arrive
       Arrivals::ask(arrived, expected - EARLY_WARPS);
       const uint2 nothing = {__float_as_uint(minus_infinity()), NO_SUM};
-      constexpr int AT_ONCE = 16;
 #pragma unroll 1
-      for (int unit = 0; unit < s.units; unit += AT_ONCE) {
+      for (int unit = 0; unit < s.units; unit += AT_ONCE * MERGE_PARTS) {
         uint2 m[AT_ONCE], y[AT_ONCE];
         const u8 *states = state + unit * STATE_BYTES, *sums = sum + unit * SUMS_BYTES;
-        int count = s.units - unit;
+        int count = has_row ? s.units - unit - part * AT_ONCE : 0;
         u32 least;  // starting with the last one: all are requested before any is read
         do {
           // Keeps the compiler from computing all addresses and conditions before the first load.
@@ -50,23 +79,26 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
           for (int j = AT_ONCE - 1; j >= 0; --j) {
             least = min(min(min(least, y[j].y), y[j].x), min(m[j].y, m[j].x));
           }
-        } while (least == 0);
+        } while (MERGE_PARTS > 1 ? __any_sync(~0u, least == 0) : least == 0);
+        // Every lane adds its own to what the lanes before have; the last ones with work items have it all.
+        const int parts = min(MERGE_PARTS, (s.units - unit + AT_ONCE - 1) / AT_ONCE);
+#pragma unroll 1
+        for (int p = 0; p < (MERGE_PARTS > 1 ? parts : 1); ++p) {
+          if (p > 0) merged.take_over((p - 1) * MERGE_LANES + lane_id() % MERGE_LANES);
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
-          const float its = __uint_as_float(m[j].x), top = fmaxf(largest, its), base = finite(top);
-          const float left = exp2(__fsub_rn(largest, base)), right = exp2(__fsub_rn(its, base));
-          largest = top;
-          total = __fmaf_rn(total, left, __fmul_rn(__uint_as_float(m[j].y), right));
-          a = __fmaf_rn(a, left, __fmul_rn(__uint_as_float(y[j].x), right));
-          b = __fmaf_rn(b, left, __fmul_rn(__uint_as_float(y[j].y), right));
+          for (int j = 0; j < AT_ONCE; ++j) merged.add(m[j], y[j]);
         }
+        if (MERGE_PARTS > 1 && parts > 1) merged.take_over((parts - 1) * MERGE_LANES + lane_id() % MERGE_LANES);
       }
-      const float factor = __fdiv_rn(value_scale, total);
-      // + 0: no negative zeros
-      const u32 two = MODEL_TYPE::pack_pair(__fmaf_rn(a, factor, 0.0f), __fmaf_rn(b, factor, 0.0f));
-      const u16 out = E4M3::pack_pair(__fmul_rn(MODEL_TYPE::unpack(u16(two)), quanta),
-                                      __fmul_rn(MODEL_TYPE::unpack(u16(two >> 16)), quanta));
-      low = u8(out), high = u8(out >> 8);
+      if (MERGE_PARTS > 1 && !is_writer) continue;
+      if (has_row) {
+        const float factor = __fdiv_rn(value_scale, merged.total);
+        // + 0: no negative zeros
+        const u32 two = MODEL_TYPE::pack_pair(__fmaf_rn(merged.a, factor, 0.0f), __fmaf_rn(merged.b, factor, 0.0f));
+        const u16 out = E4M3::pack_pair(__fmul_rn(MODEL_TYPE::unpack(u16(two)), quanta),
+                                        __fmul_rn(MODEL_TYPE::unpack(u16(two >> 16)), quanta));
+        low = u8(out), high = u8(out >> 8);
+      }
     }
     // Zeros for a padding token: other blocks wait for its values, too.
     if (IS_BYTE) put((u16*)(x.now + at), u16(inverted(low) | inverted(high) << 8));
@@ -78,7 +110,8 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
                    Arrivals& arrivals, int* heads, int& heads_expected, bool is_first_layer) {
   const float scale =
       layer->k_scale ? __fmul_rn(s.softmax_scale, __ldg(layer->k_scale)) : s.softmax_scale;
-  const int warp = threadIdx.x / 32, team = warp / TEAM, tasks = s.units * HEADS;
+  const int warp = MERGE_PARTS > 1 ? __shfl_sync(~0u, threadIdx.x / 32, 0) : threadIdx.x / 32;
+  const int team = warp / TEAM, tasks = s.units * HEADS;
   const u32 slots = shared.tokens + team * (SLOTS * SLOT_BYTES);
   heads_expected += s.units * TEAM;
 #pragma unroll 1
