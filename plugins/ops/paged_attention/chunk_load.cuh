@@ -34,9 +34,9 @@ struct Shared {
   static constexpr int ITEMS_AT = BARRIERS_AT + 8 * (4 * STAGES + 4);
   static constexpr int CLAIM_AT = ITEMS_AT + 2 * sizeof(Item);
 
-  DEVICE u32 queries(int slot, int warpgroup) const {
-    return base + (slot * WARPGROUPS + warpgroup) * QUERY_BYTES;
-  }
+#if !FP8_PRODUCTS
+  DEVICE u32 queries(int slot, int warpgroup) const { return base + (slot * WARPGROUPS + warpgroup) * QUERY_BYTES; }
+#endif
   DEVICE u32 keys(int slot) const { return base + RING_AT + slot * IMAGE_BYTES; }
   DEVICE u32 values(int slot) const { return keys(STAGES) + slot * VALUES_BYTES; }
   DEVICE u32 full_keys(int slot) const { return base + BARRIERS_AT + 8 * slot; }
@@ -226,6 +226,7 @@ DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE:
     to.tiles = item.tiles;
     to.limit = item.limit;
   }
+#if !FP8_PRODUCTS  // where each warpgroup loads its own
   if (item.tiles > 0) {
 #pragma unroll 1
     for (int some = first_row; some < 64 * WARPGROUPS; some += COUNT * ROW_STEP) {
@@ -245,6 +246,7 @@ DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE:
       }
     }
   }
+#endif
   shared_fence();
   tell(shared.full_item(nth % 2));
 }

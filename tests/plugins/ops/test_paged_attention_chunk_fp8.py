@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -46,6 +47,19 @@ def test_products_are_in_flight_beside_others_and_sums_in_registers(heads, page,
             # For the first tile, and for every other one logits, values, and values of the last.
             assert code.count("WARPGROUP.DEPBAR") == 4, "products wait for each other"
             assert code.count("QGMMA") == 16
+
+
+def test_copies_alone_write_the_rings():
+    """No queries are in shared memory. When 16-bit ones were stored as chunk.cu stores them, they
+    were stored over the first keys, after these had arrived where a warp was late: mostly in an
+    engine's first prompt, whose bits then were others each time."""
+    world = Fp8World(64, 8, 128, (64,), kv_dtype=FP8, quantize_out=True)
+    _, spec = chunk_fp8.fp8_specs(world.call([(0, 0, 1)]), world.limits())
+    code = disassemble(compile_kernel(spec))
+    assert len(re.findall(r"\bUBLKCP", code)) == 2, "keys and values"
+    assert not re.findall(r"\bLDG[\w.]*128", code), "16-bit queries of the loading warps"
+    # Besides the dimension of ones, what is merged: 64 numbers of a thread.
+    assert len(re.findall(r"\bSTS\.128", code)) == 1 + 64 // 4
 
 
 def test_a_prompt_has_both_kernels_and_others_have_theirs():
