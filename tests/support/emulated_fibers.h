@@ -24,6 +24,7 @@ using std::max;
 using std::min;
 struct Index { int x, y, z; };
 struct alignas(8) int2 { int x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -62,6 +63,7 @@ struct Warp {
   Meeting all;
   u64 shown[32][8];  // what threads show each other
 };
+struct Copy { u8* to; const u8* from; u32 bytes; };
 struct Block {
   std::vector<u8> room;
   u8* memory;
@@ -70,6 +72,7 @@ struct Block {
   int any[2] = {0, 0};
   std::vector<Warp> warps;
   std::vector<std::pair<u32, Transactions>> barriers;
+  std::vector<std::pair<u32, Copy>> bulk;  // that an mbarrier waits for
   struct Cluster* cluster;
   Block(int threads, int bytes) : room(bytes + 1024), size(bytes), warps(threads / 32) {
     memory = room.data() + 1024 - (size_t)room.data() % 1024;
@@ -86,7 +89,6 @@ struct Cluster {
   int threads = 0;
   std::vector<Block*> blocks;
 };
-struct Copy { u8* to; const u8* from; u32 bytes; };
 struct Product { float* d; u32 a[4]; u64 b; int columns, add; };  // of a warpgroup: emulated_products.h
 struct Fiber {
   ucontext_t context;  // of its start

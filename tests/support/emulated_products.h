@@ -4,6 +4,7 @@
 #include "emulated_numbers.h"
 
 namespace emu {
+inline void add_product(float*, int, u64, u64, int) { fail("a left operand in shared memory"); }
 inline void add_product(float* d, int columns, const u32* a, u64 b, int add) {
   now->open_products.push_back({d, {a[0], a[1], a[2], a[3]}, b, columns, add});
 }
@@ -19,8 +20,47 @@ inline float of_operand(u64 operand, int row, int k) {
   if (at + 2 > now->own->size) fail("an operand outside of shared memory", at);
   return numbers[*(const u16*)(now->own->memory + at)];
 }
+struct Fp8 { float number; int exponent; };  // of an E4M3 number's code
+inline const Fp8* fp8_numbers() {
+  static const std::vector<Fp8> numbers = [] {
+    std::vector<Fp8> all(256);
+    for (int x = 0; x < 256; ++x) all[x] = {from_half(half_of_e4m3(u8(x))), std::max(x >> 3 & 15, 1) - 7};
+    return all;
+  }();
+  return numbers.data();
+}
+// Products of E4M3 numbers, 32 deep where those of 16 bits are 16 deep, as tensor cores add them (fp8_sums.py).
+inline void finish_fp8(const Product& its) {
+  const Fp8* numbers = fp8_numbers();
+  std::memcpy(warp().shown[lane()], its.a, 16);
+  sync_warp();
+  for (int i = 0; i < its.columns / 2; ++i) {
+    const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+    const float sum = its.add ? its.d[i] : 0.0f;
+    int most = -1000;
+    if (sum != 0) std::frexp(sum, &most), --most;
+    float products[32];
+    for (int k = 0; k < 32; ++k) {
+      const u32* a = (const u32*)warp().shown[lane() / 4 * 4 + k % 16 / 4];
+      u32 at = (u32(its.b & 0x3FFF) << 4) + column / 8 * (u32(its.b >> 32 & 0x3FFF) << 4) + column % 8 * 128 + k;
+      at ^= (at >> 7 & 7) << 4;
+      if (at >= now->own->size) fail("an operand outside of shared memory", at);
+      const Fp8 left = numbers[a[i / 2 % 2 + k / 16 * 2] >> k % 4 * 8 & 255], right = numbers[now->own->memory[at]];
+      products[k] = left.number * right.number;
+      if (products[k] != 0) most = std::max(most, left.exponent + right.exponent);
+    }
+    const double unit = most > -1000 ? std::ldexp(1.0, 13 - most) : 1.0;
+    double all = double((long long)(sum * unit));  // all parts are cut towards zero
+    for (float x : products) all += x == x ? double((long long)(x * unit)) : NAN;
+    its.d[i] = number(bits(float(all / unit)) & ~1023u);
+  }
+  sync_warp();
+}
 // Sums of another order than a GPU's, the same for all that computes them here.
 inline void finish(const Product& its) {
+#ifdef FP8_PRODUCTS
+  return finish_fp8(its);
+#endif
   for (int i = 0; i < 8; ++i) {
     ((float*)warp().shown[lane()])[i] = from_half(u16(its.a[i / 2] >> i % 2 * 16));
   }

@@ -39,7 +39,26 @@ inline void barrier_arrive(u32 at) {
   --its.arrivals;
   its.advance();
 }
+inline void finish_bulk(u32 at, const Copy& its) {
+  std::memcpy(its.to, its.from, its.bytes);
+  Transactions& barrier = now->own->barrier(at);
+  barrier.bytes -= its.bytes;
+  barrier.advance();
+}
+inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  if ((size_t)from % 16 || bytes % 16 || to % 16) fail("a bulk copy is not aligned", to);
+  if (to + bytes > now->own->size) fail("a bulk copy outside of shared memory", to);
+  const Copy its = {now->own->memory + to, (const u8*)from, bytes};
+  copies_late ? now->own->bulk.push_back({barrier, its}) : finish_bulk(barrier, its);
+}
 inline void barrier_wait(u32 at, u32 parity) {
+  auto& bulk = now->own->bulk;
+  for (size_t i = 0; i < bulk.size();) {
+    if (bulk[i].first != at) { ++i; continue; }
+    const Copy its = bulk[i].second;
+    bulk.erase(bulk.begin() + i);
+    finish_bulk(at, its);
+  }
   Transactions& its = now->own->barrier(at);
   while (u32(its.phase & 1) == parity) wait_while(&its.phase, its.phase);
 }
@@ -92,6 +111,8 @@ void load_matrices(u32* (&x)[N], u32 at, bool is_transposed) {  // N of 8 rows o
 #define threadIdx (emu::now->thread)
 #define blockIdx (emu::now->block)
 #define gridDim (emu::grid)
+#define blockDim (Index{32 * int(emu::now->own->warps.size()), 1, 1})
+#define __shared__ static  // blocks run one after the other
 #define __cvta_generic_to_shared emu::address
 inline void __syncwarp(unsigned = ~0u) { emu::sync_warp(); }
 inline void sync_all() { emu::sync_block(0, 32 * int(emu::now->own->warps.size())); }
@@ -120,6 +141,15 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
   for (int i = 0; i < 4; ++i) found |= unsigned(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
   return found;
 }
+inline int min(const volatile int& a, int b) { const int x = a; return x < b ? x : b; }
+inline unsigned __ballot_sync(unsigned, bool x) {
+  return emu::of_all(int(unsigned(x) << emu::lane()), [](int a, int b) { return a | b; });
+}
+inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+inline int atomicAdd(int* at, int x) { return (*at += x) - x; }
+inline unsigned __float_as_uint(float x) { return emu::bits(x); }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline float __int_as_float(int x) { return emu::number(x); }

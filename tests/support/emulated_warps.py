@@ -51,6 +51,8 @@ _PTX = {
     "barrier.cluster.arrive": "emu::cluster_arrive()",
     "barrier.cluster.wait": "emu::cluster_wait()",
     "barrier.sync": "emu::sync_block({0}, {1})",
+    "barrier.sync 1, 128": "emu::sync_block(1, 128)",
+    "mov.u32 %0, %%nctaid.x": "{0} = emu::grid.x",
     "bar.sync 1": "emu::sync_block(1, {0})",
     "bar.sync 2": "emu::sync_block(2, {0})",
     "bar.arrive 2": "emu::arrive_block(2, {0})",
@@ -63,6 +65,10 @@ _PTX = {
     ),
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": "emu::copy({0}, {1}, {2})",
     "cp.async.cg.shared.global [%0], [%1], 16;": "emu::copy({0}, {1})",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0]": (
+        "emu::copy_bulk({0}, {1}, {2}, {3})"
+    ),
+    "cp.async.wait_all": "(emu::commit(), emu::wait_for_groups(0))",
     "cp.async.commit_group": "emu::commit()",
     "cp.async.wait_group": "emu::wait_for_groups({0})",
     "ldmatrix.sync.aligned.m8n8.x4.shared": (
@@ -91,6 +97,13 @@ _PTX = {
     "ld.shared.v2.f32": "emu::load({2}, {0}, {1})",
     "ld.shared.v2.u32": "emu::load({2}, {0}, {1})",
     "ld.shared.v4.f32": "emu::load({4}, {0}, {1}, {2}, {3})",
+    "ld.global.L1::no_allocate.v4.u32": (
+        "({0} = ((const emu::u32*){4})[0], {1} = ((const emu::u32*){4})[1],"
+        " {2} = ((const emu::u32*){4})[2], {3} = ((const emu::u32*){4})[3])"
+    ),
+    "ld.global.L1::no_allocate.v2.u32": (
+        "({0} = ((const emu::u32*){2})[0], {1} = ((const emu::u32*){2})[1])"
+    ),
     "ld.relaxed.gpu.global.f32": "{0} = *{1}",
     "ld.relaxed.gpu.global.v2.f32": "{0} = {2}->x, {1} = {2}->y",
     "ld.relaxed.gpu.global.v4.f32": ("({0} = {4}->x, {1} = {4}->y, {2} = {4}->z, {3} = {4}->w)"),
@@ -100,6 +113,8 @@ _PTX = {
 }
 _NOTHING = (
     "griddepcontrol",
+    "setmaxnreg",
+    "prefetch.global.L2",
     "fence.mbarrier_init",
     "fence.proxy.async",
 )  # a CPU's order is that of the program
@@ -156,9 +171,9 @@ def _translated(statement: str) -> str:
             operands.append(statement[match.end() : at])
     if not ptx or ptx.startswith(_NOTHING):
         return "(void)0"
-    if ptx.startswith(_UNKNOWN):
-        return 'emu::fail("unknown PTX")'
     known = [begin for begin in _PTX if ptx.startswith(begin)]
+    if ptx.startswith(_UNKNOWN) and not known:
+        return 'emu::fail("unknown PTX")'
     assert known, f"PTX without a counterpart: {ptx}"
     return _PTX[max(known, key=len)].format(*(f"({each})" for each in operands))
 
