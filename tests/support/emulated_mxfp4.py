@@ -16,7 +16,6 @@ _HEAD = """
 #include <cstring>
 #include "HEADER"
 using emu::u16; using emu::u32; using emu::u64;
-struct alignas(8) uint2 { u32 x, y; };
 """
 _BODIES = {  # functions of the source, in C++
     "permute": (
