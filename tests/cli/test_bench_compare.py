@@ -36,8 +36,9 @@ def eagle(engines, tmp_path_factory):
 def test_every_method_runs_the_same_requests(bench, engines, eagle, tmp_path):
     entries = f"draft={engines.draft},ngram,eagle={eagle},eagle-tree={eagle}"
     path = tmp_path / "report.json"
-    report, done = bench("latency", *SHORT, "--num-requests", 3, "--compare-drafting", entries,
-                         "--report-json", path)  # fmt: skip
+    # Long enough that the responses of a request are not all taken together.
+    report, done = bench("latency", *SHORT, "--target-output-len", 96, "--num-requests", 3,
+                         "--compare-drafting", entries, "--report-json", path)  # fmt: skip
     rows = {row["name"].partition("=")[0]: row for row in report["comparison"]["rows"]}
     assert list(rows) == ["plain", "draft", "ngram", "eagle", "eagle-tree"]
     assert json.loads(path.read_text()) == report

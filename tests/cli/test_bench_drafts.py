@@ -166,7 +166,7 @@ def test_a_sweep_measures_trees_beside_lengths(bench, engines, tmp_path):
     path, page = tmp_path / "raw.jsonl", tmp_path / "page.html"
     trees = "1,2,2;2,1,2"
     report, done = bench("latency", "--draft-engine", engines.draft, "--sweep-draft-len", "1,3",
-                         "--sweep-draft-tree", trees, "--target-output-len", 24, "--raw", path,
+                         "--sweep-draft-tree", trees, "--target-output-len", 96, "--raw", path,
                          "--report", page, "--num-requests", 2)  # fmt: skip
     sweep = report["sweep"]
     assert [row["draft_len"] for row in sweep["rows"]] == [0, 1, 3]
