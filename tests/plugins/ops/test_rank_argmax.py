@@ -12,6 +12,7 @@ import torch
 from support.emulated_peers import BEST, compile_peers
 from support.kernel import launch_env
 from support.peer_buffers import Buffers, pointer, run_ranks
+from support.rank_rows import shares_of
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
@@ -25,33 +26,9 @@ from llmctl.plugins.ops.rank_argmax.reference import argmax_ranks
 from llmctl.plugins.ops.sampling.reference import argmax_rows
 
 COUNTS = (2, 4, 8)
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 STRIDE, OFFSET = 3, 1  # of the places of tokens
 OWN, CHUNK, MOST_ROWS, LAUNCHES, MAX_BLOCKS = 80, 32, 7, 24, 4
-
-
-def shares_of(ranks: int, own: int, vocab: int, rows: int, seed: int) -> list[torch.Tensor]:
-    """Rows with everything that a tie, a NaN or padding could get wrong; the rest is normal."""
-    draw = random.Random(seed)
-    logits = torch.randn((rows, vocab), generator=torch.Generator().manual_seed(seed))
-    for row in logits:
-        places = draw.sample(range(vocab), 3)
-        kind = draw.randrange(8)
-        if kind == 0:
-            row[places] = 7.0  # three alike, perhaps of several ranks
-        elif kind == 1:
-            row[places[0]] = NAN
-        elif kind == 2:
-            row.fill_(-INF)
-        elif kind == 3:
-            row.clamp_(max=-1.0)[places] = torch.tensor([0.0, -0.0, 0.0])
-        elif kind == 4:
-            row.sub_(100.0)  # below the zeros of padding
-        elif kind == 5:
-            row[places[:2]] = torch.tensor([INF, -INF])
-    padding = torch.zeros((rows, ranks * own - vocab))
-    whole = torch.cat([logits, padding], dim=1)
-    return [part.contiguous() for part in whole.split(own, dim=1)]
 
 
 def wanted_of(shares: list[torch.Tensor], vocab: int) -> torch.Tensor:

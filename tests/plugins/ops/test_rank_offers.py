@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.emulated_peers import OFFERS, compile_peers
 from support.peer_buffers import Buffers, pointer, run_ranks
+from support.rank_rows import shares_of
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import Peers
@@ -18,32 +19,9 @@ from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.plugins.ops.rank_offers import kernel
 from llmctl.plugins.ops.rank_offers.reference import LARGE, list_shares
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 OWN, CHUNK, MOST, LAUNCHES, MAX_BLOCKS = 80, 32, 12, 16, 3
 MOST_ROWS, MOST_HEADS = 4, 3
-
-
-def shares_of(ranks: int, vocab: int, rows: int, seed: int) -> list[torch.Tensor]:
-    """Rows with everything that a tie, a NaN or padding could get wrong; the rest is normal."""
-    draw = random.Random(seed)
-    logits = torch.randn((rows, vocab), generator=torch.Generator().manual_seed(seed))
-    for row in logits:
-        places = draw.sample(range(vocab), 3)
-        kind = draw.randrange(7)
-        if kind == 0:
-            row[places] = 7.0  # three alike, perhaps of several ranks
-        elif kind == 1:
-            row[places[0]] = NAN
-        elif kind == 2:
-            row.fill_(-INF)
-        elif kind == 3:
-            row.clamp_(max=-1.0)[places] = torch.tensor([0.0, -0.0, 0.0])
-        elif kind == 4:
-            row.sub_(100.0)  # below the zeros of padding
-        elif kind == 5:
-            row[places[:2]] = torch.tensor([INF, -INF])
-    padding = torch.zeros((rows, ranks * OWN - vocab))
-    return [part.contiguous() for part in torch.cat([logits, padding], 1).split(OWN, dim=1)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -58,7 +36,7 @@ def test_every_rank_lists_what_whole_rows_have(ranks: int) -> None:
     for seed in range(LAUNCHES):
         heads, rows = draw.choice((1, 1, MOST_HEADS)), draw.choice((1, 2, MOST_ROWS))
         count = draw.choice((1, 4, MOST))
-        shares = [shares_of(ranks, vocab, rows, 31 * seed + head) for head in range(heads)]
+        shares = [shares_of(ranks, OWN, vocab, rows, 31 * seed + head) for head in range(heads)]
         stride = rows * chunks * count + 2
         found = [
             (torch.full((heads, stride), -7), torch.full((rows, chunks, 2), NAN))
@@ -109,7 +87,7 @@ def test_rows_of_a_rank_that_does_not_come_offer_nothing() -> None:
 def test_the_reference_has_what_a_beam_search_reads_of_whole_rows(seed: int) -> None:
     """Of rows of finite logits: the likeliest ids, and their log-probabilities."""
     vocab, count = 4 * OWN - 61, 6
-    shares = shares_of(4, vocab, 5, seed)
+    shares = shares_of(4, OWN, vocab, 5, seed)
     logits = torch.cat(shares, 1)[:, :vocab]
     keys, sums = list_shares(shares, vocab, count, CHUNK)
     best = keys.flatten(1).topk(count).values
