@@ -103,11 +103,13 @@ def choose(call: OpCall, num_tokens: int, num_sms: int) -> Variant:
     row_tiles, chunks = call.inputs["weight"].shape[:2]
 
     def cost(variant: Variant) -> float:
+        if variant.is_even and num_tokens > _MOST_EVEN_TOKENS:
+            return math.inf
         units = _units(variant, num_tokens, row_tiles)
         blocks = _blocks(variant, num_tokens, row_tiles, num_sms)
         each = float(-(-units // blocks))
         if variant.is_even:
-            if blocks == units or num_tokens > _MOST_EVEN_TOKENS:
+            if blocks == units:
                 return math.inf
             each = units / blocks + _HANDOVER * _INTERVAL / chunks
         return each * variant.rows * variant.tokens / _SPEED[variant]

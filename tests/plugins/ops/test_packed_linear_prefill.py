@@ -193,6 +193,11 @@ def test_blocks_have_equal_shares_where_whole_tiles_would_leave_many_without_wor
     assert not choose(make_call("packed_linear", BF16, BF16, rows=8192), 300, 132).is_even
 
 
+def test_a_step_may_have_more_token_tiles_than_there_are_multiprocessors():
+    rotates = make_call("packed_linear_rope_kv", FP8, BF16, rows=10240, inner=8192)
+    assert not choose(rotates, 132 * EVEN_SQUARE.tokens + 1, 132).is_even
+
+
 def test_wide_tiles_wait_until_there_are_enough_of_them():
     call = make_call("packed_linear", FP8, BF16, rows=8192, inner=8192)
     assert choose(call, 96, 132) == NARROW
