@@ -86,7 +86,9 @@ def launch_env(example: Example, extent: str = "tokens") -> LaunchEnv:
     scratch: dict[str, torch.Tensor] = {}
 
     def make(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return scratch.setdefault(name, torch.zeros(shape, dtype=dtype))
+        found = scratch.setdefault(name, torch.zeros(shape, dtype=dtype))
+        assert tuple(found.shape) == tuple(shape) and found.dtype == dtype, name
+        return found
 
     return LaunchEnv(
         step=device_step(example.step),

@@ -63,11 +63,13 @@ def launch(
 
 
 def keys_of(gathering: OpCall, env: LaunchEnv) -> torch.Tensor:
-    """Scratch of ranks on one device: int64 [rows, chunks], zero between launches."""
+    """Scratch of ranks on one device: int64 [rows, chunks], zero between launches. Gatherings of
+    other shapes (the logits of draft heads) have their own."""
     import torch
 
     rows, vocab = gathering.outputs["out"].shape
-    return env.scratch("rank_argmax.keys", (rows, -(-vocab // CHUNK)), torch.int64)
+    chunks = -(-vocab // CHUNK)
+    return env.scratch(f"rank_argmax.keys.{rows}x{chunks}", (rows, chunks), torch.int64)
 
 
 def _spec(gathering: OpCall) -> KernelSpec:

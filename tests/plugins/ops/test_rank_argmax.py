@@ -65,6 +65,14 @@ def test_ranks_on_one_device_find_what_one_finds(ranks: int, own: int, vocab: in
             assert (out.view(9, STRIDE)[:, [0, 2]] == -7).all()
 
 
+def test_logits_of_any_number_of_rows_have_their_own_keys() -> None:
+    """A step's logits, and those of draft heads, which have other rows, on one device."""
+    few, many = (gathering(shares_of(2, OWN, 2 * OWN - 5, rows, 0), 2 * OWN - 5) for rows in (3, 9))
+    env = launch_env(Example(few, plain_step(9), no_cache()))
+    assert kernel.keys_of(few, env) is kernel.keys_of(few, env)
+    assert kernel.keys_of(few, env).shape == (3, 1) and kernel.keys_of(many, env).shape == (9, 1)
+
+
 @pytest.mark.parametrize("ranks", COUNTS)
 def test_peers_find_what_one_finds(ranks: int) -> None:
     """Launch after launch, whoever is late; what was given is cleared."""
