@@ -4,9 +4,11 @@
     python -m scripts.compare.load llmctl ENGINE --checkpoint CHECKPOINT --output docs/performance
 
 Loads are CONCURRENCYxINPUTxOUTPUTxREQUESTS: so many requests of random tokens, at most CONCURRENCY
-in flight, each of fixed length. "arrivals" is one more: 32 requests generate while 8 prompts of
-8,192 tokens arrive; its times between tokens are those of the 32 from the first arrival to the last
-first token. Greedy, streamed, no tokenizer. A warm-up of the same shapes comes before each load.
+in flight. Lengths are fixed, or ranges: of 64x500-1500x500-1500x192 each request draws its own, so
+that they end one by one and not in waves. "arrivals" is one more: 32 requests generate while 8
+prompts of 8,192 tokens arrive; its times between tokens are those of the 32 from the first arrival
+to the last first token. Greedy, streamed, no tokenizer. A warm-up of the same shapes comes before
+each load.
 
 With a CHECKPOINT of make_planted_checkpoints the load is equal: both systems have its weights, and
 the text of each is compared with what they imply. vLLM's dummy FP8 weights are nearly all zeros.
@@ -22,12 +24,9 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from llmctl.cli.bench import metrics
 from llmctl.cli.bench.driver import Pace
@@ -37,10 +36,9 @@ from llmctl.runtime.request import Request
 from scripts.bench.rows import provenance
 from scripts.bench.rows import replace as replace_file
 from scripts.compare.load_systems import Server, llmctl_server, vllm_arguments, vllm_server
+from scripts.compare.loads import Load, parse_load
 
 LOADS = "1x500x200x8,64x500x200x256,256x500x200x1024,64x1000x1000x192,256x1000x1000x512"
-ARRIVALS = "arrivals"
-IDS = (100, 4_000)  # ordinary tokens of every model here
 SHARES = ("p50", "p90", "p99")
 MEANING = """\
 Greedy, streamed requests without common prefixes, sent as token ids; times are measured by the
@@ -49,63 +47,6 @@ time between responses. Wrong texts are outputs in which any token differs from 
 weights imply. vLLM has its server's defaults (compilation, CUDA graphs, tokens per step where
 none are given) without prefix caching."""
 FIGURES = {"ttft_ms": "TTFT ms", "itl_ms": "ITL ms"}
-
-
-@dataclass(frozen=True)
-class Schedule(Pace):
-    """Requests that come at given times, in seconds."""
-
-    times_s: tuple[float, ...] = ()
-
-    def due_times_s(self, count: int) -> list[float]:
-        return list(self.times_s)
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests by (input, output) tokens, and their pace. The first num_watched are measured while
-    the others come; 0: all are, all the time."""
-
-    name: str
-    shapes: tuple[tuple[int, int], ...]
-    pace: Pace
-    num_watched: int = 0
-    warmup: tuple[tuple[int, int], ...] = field(default=(), repr=False)
-
-    def requests(self, shapes: tuple[tuple[int, int], ...], seed: int) -> list[Request]:
-        """Random prompts, no two with a common beginning."""
-        ids = np.random.default_rng(seed)
-        return [
-            Request(tuple(ids.integers(*IDS, size).tolist()), count, streaming=True)
-            for size, count in shapes
-        ]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(size + count for size, count in self.shapes)
-
-
-def parse_load(text: str) -> Load:
-    """One of --loads. Raises ValueError."""
-    if text == ARRIVALS:
-        return arrivals()
-    concurrency, size, count, number = map(int, text.split("x"))
-    shapes = ((size, count),) * number
-    warmup = ((size, 16),) * concurrency
-    name = f"{concurrency} in flight, {size:,} in / {count:,} out"
-    return Load(name, shapes, Pace(concurrency), warmup=warmup)
-
-
-def arrivals(
-    num_short: int = 32, short: tuple[int, int] = (500, 2000), num_long: int = 8, size: int = 8192
-) -> Load:
-    """Long prompts that come while short ones generate: the first after 1.5 s, then 4 a second."""
-    times = (0.0,) * num_short + tuple(1.5 + 0.25 * index for index in range(num_long))
-    shapes = (short,) * num_short + ((size, 8),) * num_long
-    name = f"{num_short} generate, {num_long} prompts of {size:,} arrive"
-    warmup = ((short[0], 16),) * num_short + ((size, 8),)
-    return Load(name, shapes, Schedule(times_s=times), num_short, warmup)
 
 
 # ---- measuring ----

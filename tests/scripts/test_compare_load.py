@@ -13,7 +13,7 @@ import pytest
 from llmctl.cli.bench.records import Arrival, Recording, RequestRecord
 from llmctl.cli.main import execute
 from scripts.compare import load as compare_load
-from scripts.compare import load_systems
+from scripts.compare import load_systems, loads
 from scripts.models.make_planted_checkpoints import Recipe, write_checkpoint
 
 LOADS = "2x20x6x5,1x8x3x2"
@@ -195,6 +195,23 @@ def record(submit_s, times_s):
     return RequestRecord(0, 0, 1, len(times_s), submit_s, submit_s, arrivals, [1] * len(times_s))
 
 
+def test_lengths_of_a_range_are_drawn_alike_for_every_system():
+    load = loads.parse_load("2x1000-2000x30-40x50")
+    assert load == loads.parse_load("2x1000-2000x30-40x50")
+    assert load.name == "2 in flight, 1,000 to 2,000 in / 30 to 40 out"
+    inputs, outputs = zip(*load.shapes, strict=True)
+    assert 1000 <= min(inputs) < 1100 and 1900 < max(inputs) <= 2000
+    assert set(outputs) == set(range(30, 41)) and len(load.shapes) == 50
+    assert load.warmup == ((inputs[0], 16), (inputs[1], 16))
+    assert loads.parse_load("2x8x3x5").shapes == ((8, 3),) * 5
+
+
+@pytest.mark.parametrize("text", ["2x9-5x3x2", "2x1-2-3x3x2", "2x8x3", "axbxcxd"])
+def test_a_load_that_is_none_is_refused(text):
+    with pytest.raises(ValueError):
+        loads.parse_load(text)
+
+
 def test_gaps_count_from_the_first_long_prompt_to_the_last_ones_first_token():
     short = [record(0.0, [0.1, 0.2, 0.5, 0.9, 1.2, 1.3])]
     found = compare_load.watched(short, [record(0.3, [0.6, 0.7]), record(0.4, [1.0])])
@@ -208,11 +225,11 @@ def test_gaps_count_from_the_first_long_prompt_to_the_last_ones_first_token():
 
 
 def test_long_prompts_come_at_their_times(vllm, measure):
-    load = compare_load.arrivals(num_short=3, short=(4, 5), num_long=2, size=30)
+    load = loads.arrivals(num_short=3, short=(4, 5), num_long=2, size=30)
     assert [len(r.input_token_ids) for r in load.requests(load.shapes, 0)] == [4, 4, 4, 30, 30]
     assert load.pace.due_times_s(5) == [0, 0, 0, 1.5, 1.75] and load.longest == 38
     runs = Recording()
-    quick = compare_load.Schedule(times_s=(0.0, 0.0, 0.0, 0.02, 0.04))
+    quick = loads.Schedule(times_s=(0.0, 0.0, 0.0, 0.02, 0.04))
     with load_systems.vllm_server({"model": "x"}) as server:
         server.run(load.requests(load.shapes, 0), quick, runs)
     times = [item.submit_s for item in runs.requests]
