@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.engines.cuda_engine import CudaEngine
+from llmctl.runtime.engines.led_calls import LedCalls
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, Move
-from llmctl.runtime.ranks.commands import Command
 from llmctl.runtime.ranks.leader import Leader
-
-Result = TypeVar("Result")
 
 
 class LeadingCudaEngine(CudaEngine):
@@ -26,12 +24,11 @@ class LeadingCudaEngine(CudaEngine):
     def __init__(self, leader: Leader, role: str, *parts: Any, **more: Any) -> None:
         """parts, more: of CudaEngine."""
         super().__init__(*parts, **more)
-        self._leader, self._role = leader, role
+        self._calls = LedCalls(leader, role, self.plan)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """On every rank."""
-        self._lead("allocate_kv_cache", num_blocks, super().allocate_kv_cache)
-        self._leader.wait_for_all("allocated its memory")
+        self._calls.allocate("allocate_kv_cache", num_blocks, super().allocate_kv_cache)
 
     def copy_block(self, source: int, destination: int) -> None:
         """On every rank."""
@@ -39,40 +36,28 @@ class LeadingCudaEngine(CudaEngine):
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
         """On every rank."""
-        return self._lead("copy_blocks", copies, super().copy_blocks)
+        return self._calls.lead("copy_blocks", copies, super().copy_blocks)
 
     def compact(self, moves: Sequence[Sequence[Move]]) -> None:
         """On every rank."""
-        self._lead("compact", moves, super().compact)
+        self._calls.lead("compact", moves, super().compact)
 
     def run(self, step: StepInputs) -> Logits:
         """On every rank; the logits or best ids are here."""
-        return self._lead("run", step, super().run)
+        return self._calls.lead("run", step, super().run)
 
     def run_head(self, name: str, step: StepInputs) -> dict[str, torch.Tensor]:
         """On every rank that has a part of it; a head that is whole runs here alone."""
-        return self._lead_head(name, "run_head", (name, step), super().run_head)
+        return self._calls.lead_head(name, "run_head", (name, step), super().run_head)
 
     def hand_on(self, source: str, head: str, count: int) -> None:
         """On every rank, what is its own."""
-        self._lead_head(head, "hand_on", (source, head, count), super().hand_on)
+        self._calls.lead_head(head, "hand_on", (source, head, count), super().hand_on)
 
     def feed(self, step: StepInputs) -> None:
         """On every rank."""
-        self._lead("feed", step, super().feed)
+        self._calls.lead("feed", step, super().feed)
 
     def prepare_prompts(self, max_num_tokens: int) -> None:
         """On every rank."""
-        self._lead("prepare_prompts", max_num_tokens, super().prepare_prompts)
-
-    def _lead_head(
-        self, name: str, call: str, arguments: tuple[Any, ...], method: Callable[..., Result]
-    ) -> Result:
-        head = self.plan.heads.get(name)
-        if head is None or not head.is_over_ranks:
-            return method(*arguments)
-        command = Command(self._role, call, arguments)
-        return self._leader.lead(command, lambda: method(*arguments))
-
-    def _lead(self, call: str, argument: Any, method: Callable[[Any], Result]) -> Result:
-        return self._leader.lead(Command(self._role, call, argument), lambda: method(argument))
+        self._calls.lead("prepare_prompts", max_num_tokens, super().prepare_prompts)

@@ -5,8 +5,7 @@ Nothing above an engine knows: the same calls are made, and logits are whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,11 +14,9 @@ from numpy.typing import NDArray
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.engines.engine import Engine
+from llmctl.runtime.engines.led_calls import LedCalls
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, BlockHolder, Move
-from llmctl.runtime.ranks.commands import Command
 from llmctl.runtime.ranks.leader import Leader
-
-Result = TypeVar("Result")
 
 
 class LeadingEngine(Engine):
@@ -30,7 +27,8 @@ class LeadingEngine(Engine):
 
     def __init__(self, engine: Engine, leader: Leader, role: str) -> None:
         super().__init__(engine.config, engine.plan)
-        self._engine, self._leader, self._role = engine, leader, role
+        self._engine, self._leader = engine, leader
+        self._calls = LedCalls(leader, role, engine.plan)
         self.weight_bytes = engine.weight_bytes * leader.options.size
         self.onboards_aside = engine.onboards_aside
         self.is_asynchronous = engine.is_asynchronous
@@ -48,13 +46,11 @@ class LeadingEngine(Engine):
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """On every rank."""
-        self._lead("allocate_kv_cache", num_blocks, self._engine.allocate_kv_cache)
-        self._leader.wait_for_all("allocated its memory")
+        self._calls.allocate("allocate_kv_cache", num_blocks, self._engine.allocate_kv_cache)
 
     def allocate_host_blocks(self, num_blocks: int) -> None:
         """On every rank."""
-        self._lead("allocate_host_blocks", num_blocks, self._engine.allocate_host_blocks)
-        self._leader.wait_for_all("allocated its memory")
+        self._calls.allocate("allocate_host_blocks", num_blocks, self._engine.allocate_host_blocks)
 
     def copy_block(self, source: int, destination: int) -> None:
         """On every rank."""
@@ -62,15 +58,15 @@ class LeadingEngine(Engine):
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
         """On every rank."""
-        return self._lead("copy_blocks", copies, self._engine.copy_blocks)
+        return self._calls.lead("copy_blocks", copies, self._engine.copy_blocks)
 
     def compact(self, moves: Sequence[Sequence[Move]]) -> None:
         """On every rank."""
-        self._lead("compact", moves, self._engine.compact)
+        self._calls.lead("compact", moves, self._engine.compact)
 
     def run(self, step: StepInputs) -> Logits:
         """On every rank; the logits or best ids are here."""
-        return self._lead("run", step, self._engine.run)
+        return self._calls.lead("run", step, self._engine.run)
 
     def output(self, name: str) -> torch.Tensor:
         """Equal on all ranks, or whole on this one."""
@@ -78,11 +74,11 @@ class LeadingEngine(Engine):
 
     def run_head(self, name: str, step: StepInputs) -> dict[str, torch.Tensor]:
         """On every rank that has a part of it; a head that is whole runs here alone."""
-        return self._lead_head(name, "run_head", (name, step), self._engine.run_head)
+        return self._calls.lead_head(name, "run_head", (name, step), self._engine.run_head)
 
     def hand_on(self, source: str, head: str, count: int) -> None:
         """On every rank, what is its own."""
-        self._lead_head(head, "hand_on", (source, head, count), self._engine.hand_on)
+        self._calls.lead_head(head, "hand_on", (source, head, count), self._engine.hand_on)
 
     def give_rows(
         self, head: str, name: str, sources: Sequence[torch.Tensor], rows: NDArray[np.int64]
@@ -103,16 +99,3 @@ class LeadingEngine(Engine):
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """As of one rank."""
         return self._engine.top_log_probs(logits, count)
-
-    def _lead_head(
-        self, name: str, call: str, arguments: tuple[Any, ...], method: Callable[..., Result]
-    ) -> Result:
-        head = self.plan.heads.get(name)
-        if head is None or not head.is_over_ranks:
-            return method(*arguments)
-        command = Command(self._role, call, arguments)
-        return self._leader.lead(command, lambda: method(*arguments))
-
-    def _lead(self, call: str, argument: Any, method: Callable[[Any], Result]) -> Result:
-        command = Command(self._role, call, argument)
-        return self._leader.lead(command, lambda: method(argument))
