@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
-import tempfile
 from pathlib import Path
 
-from llmctl.plugins.backends.cpu.compile import find_compiler
 from llmctl.plugins.backends.cuda.compiler import PLUGINS
+from support.emulated import compile_cpp
 
+_NUMBERS = Path(__file__).with_name("emulated_numbers.h")
 _HEAD = """
 #include <cstdint>
 #include <cstring>
@@ -58,22 +57,15 @@ def as_cpp() -> str:
         (found,) = re.finditer(rf"^DEVICE [\w ]+\b{name}\(.*?^}}", text, re.DOTALL | re.MULTILINE)
         head = found[0][: found[0].index("{")]
         text = text.replace(found[0], head + "{ " + body + " }")
-    types = Path(__file__).with_name("emulated_numbers.h")
     shared = "alignas(256) static unsigned char memory[16384]; static struct { u32 x; } threadIdx;"
     numbers = (
         "struct E4M3 { static u32 pack_pair(float a, float b) "
         "{ return emu::e4m3(a) | u32(emu::e4m3(b)) << 8; } };"
         "inline float __uint_as_float(u32 x) { return emu::number(x); }"
     )
-    return _HEAD.replace("HEADER", str(types)) + shared + numbers + text + _TAIL
+    return _HEAD.replace("HEADER", str(_NUMBERS)) + shared + numbers + text + _TAIL
 
 
 def compile_mxfp4() -> ctypes.CDLL:
     """`make_all` of one packed block."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "mxfp4.cpp"), Path(folder, "mxfp4.so")
-        source.write_text(as_cpp())
-        flags = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-DDEVICE=inline")
-        command = [*find_compiler(), *flags, str(source), "-o", str(library)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        return ctypes.CDLL(str(library))
+    return compile_cpp(as_cpp(), [_NUMBERS], ["-DDEVICE=inline"])

@@ -9,17 +9,11 @@ not wait in a circle. What it does not: the GPU's memory and scheduling, and the
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import re
-import subprocess
-import tempfile
-from functools import cache
 from pathlib import Path
 
-from llmctl.plugins.backends.cpu.compile import find_compiler
 from llmctl.plugins.backends.cuda.compiler import PLUGINS
-from llmctl.plugins.core.cache_home import cache_home
-from llmctl.publish import write_cached
+from support.emulated import compile_cpp
 
 EXCHANGE, NORM = "ops/all_reduce/peers.cu", "fused/all_reduce_norm/peers.cu"
 BEST, DRAWS = "ops/rank_argmax/peers.cu", "ops/rank_draw/peers.cu"
@@ -28,7 +22,6 @@ MEETING = "ops/all_reduce/meeting.cuh"
 EPILOGUE = "ops/packed_linear/epilogue_values.cuh"
 PRODUCT = "the epilogue of products that hand their sums on"
 THREADS = 8  # of a block, but where norms are: instead of the GPU's, for these are the system's
-_FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")
 CUDA = Path(__file__).with_name("emulated_cuda.h")
 _PTX = {  # functions of the sources, in C++
     "now_ns": "return std::chrono::steady_clock::now().time_since_epoch().count();",
@@ -104,24 +97,7 @@ extern "C" void launch(int grid, int cluster, {parameters}) {{
 
 
 def compile_peers(source: str = EXCHANGE, **macros: object) -> ctypes.CDLL:
-    """The kernel of these macros; `launch` returns when all of its blocks are done. Kept between
-    runs, as kernels for a GPU are."""
-    text, defined = as_cpp(source), [f"-D{key}={value}" for key, value in macros.items()]
-    compiler = [*find_compiler(), *_FLAGS]
-    parts = (text, CUDA.read_text(), *defined, *compiler, _version(tuple(find_compiler())))
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    kept = cache_home() / "llmctl" / "emulated" / f"{key}.so"
-    with tempfile.TemporaryDirectory() as folder:
-        if not kept.exists():
-            made, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-            made.write_text(text)
-            command = [*compiler, *defined, str(made), "-o", str(library)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            write_cached(kept, library.read_bytes())
-        return ctypes.CDLL(str(kept))
-
-
-@cache
-def _version(compiler: tuple[str, ...]) -> str:
-    command = [*compiler, "--version"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    """The kernel of these macros; `launch` returns when all of its blocks are done."""
+    return compile_cpp(
+        as_cpp(source), [CUDA], [f"-D{key}={value}" for key, value in macros.items()]
+    )

@@ -10,25 +10,19 @@ early as they may be, or as late.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import re
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from llmctl.plugins.backends.cpu.compile import find_compiler
 from llmctl.plugins.backends.cuda.compiler import PLUGINS
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch
-from llmctl.plugins.core.cache_home import cache_home
-from llmctl.publish import write_cached
+from support.emulated import compile_cpp
 
 _HEADERS = [
     Path(__file__).with_name(f"emulated_{n}.h") for n in ("warps", "fibers", "numbers", "products")
 ]
-_FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 _PRODUCTS = (
     "// ---- warpgroup products ----"  # of hopper.cuh: emulated_products.h has what is used here
 )
@@ -93,6 +87,7 @@ _PTX = {
         "emu::store<emu::u32>({0}, {{{1}, {2}, {3}, {4}}})"
     ),
     "st.shared.v4.f32": "emu::store<float>({0}, {{{1}, {2}, {3}, {4}}})",
+    "st.global.v4.u32": "*(uint4*){0} = {{{1}, {2}, {3}, {4}}}",
     "ld.shared.f32": "emu::load({1}, {0})",
     "ld.shared.v2.f32": "emu::load({2}, {0}, {1})",
     "ld.shared.v2.u32": "emu::load({2}, {0}, {1})",
@@ -182,7 +177,7 @@ _libraries: dict[str, ctypes.CDLL] = {}
 
 
 def compiled(spec: KernelSpec) -> ctypes.CDLL:
-    """The kernel of a spec. Kept between runs, as kernels for a GPU are."""
+    """The kernel of a spec."""
     if spec.name in _libraries:
         return _libraries[spec.name]
     launch = f"""
@@ -193,19 +188,7 @@ extern "C" void launch(int x, int y, int z, int together, int seed, int late, vo
 """
     text = f'#include "{_HEADERS[0]}"\n{as_cpp(spec.source)}{launch}'
     defined = [f"-D{k}={int(v) if isinstance(v, bool) else v}" for k, v in spec.constants.items()]
-    command = [*find_compiler(), *_FLAGS, *defined]
-    parts = (text, *(path.read_text() for path in _HEADERS), *command)
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    kept = cache_home() / "llmctl" / "emulated" / f"{key}.so"
-    with tempfile.TemporaryDirectory() as folder:
-        if not kept.exists():
-            made, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-            made.write_text(text)
-            done = subprocess.run([*command, str(made), "-o", str(library)], capture_output=True,
-                                  text=True)  # fmt: skip
-            assert done.returncode == 0, done.stderr[:4000]
-            write_cached(kept, library.read_bytes())
-        return _libraries.setdefault(spec.name, ctypes.CDLL(str(kept)))
+    return _libraries.setdefault(spec.name, compile_cpp(text, _HEADERS, defined))
 
 
 def run(
