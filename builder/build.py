@@ -36,7 +36,7 @@ from llmctl.builder.engine_format import (
     write_engine,
 )
 from llmctl.builder.engine_kernels import OnKernel
-from llmctl.builder.fp8_context import require_fp8_context
+from llmctl.builder.fp8_context import fp8_context_notices
 from llmctl.builder.heads.graphs import join, record_heads
 from llmctl.builder.kv_cache import choose_kv_cache
 from llmctl.builder.models import model_config
@@ -199,7 +199,7 @@ def plan_build(
         cache_dtype,
         tuple(0 if window >= limits.max_seq_len else window for window in model.windows),
     )
-    require_fp8_context(plugin_config, limits, cache)
+    notices += fp8_context_notices(plugins or {}, plugin_config, backend, limits, cache)
     if limits.tp_size > 1:
         recorded = build_network(local, dtype, outputs)
     graphs, plan, pieces = run_passes(

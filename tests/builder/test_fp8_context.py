@@ -107,6 +107,22 @@ def test_limits_that_rule_them_out_are_refused_by_name(planned, fields, error, f
     planned(plugins=None, **fields)
 
 
+def test_long_prompts_without_them_are_a_note_where_nobody_said_so(planned) -> None:
+    """And where they could be."""
+
+    def notes(plugins: dict[str, str] | None = None, **fields: object) -> list[str]:
+        fields = {"max_seq_len": 32_768, "kv_cache_dtype": "fp8", **fields}
+        notices = planned(plugins=plugins, **fields).notices
+        return [note for note in notices if "--use_fp8_context_fmha enable" in note]
+
+    (note,) = notes()
+    assert "texts change" in note and "disable keeps 16 bits" in note
+    assert not notes(ON) and not notes({"use_fp8_context_fmha": "disable"})
+    assert not notes(max_seq_len=32_767) and not notes(kv_cache_dtype="none")
+    assert not notes(max_num_tokens=256), "limits rule them out"
+    assert not notes(backend="cpu")
+
+
 def test_limits_at_the_borders_are_taken(planned) -> None:
     for fields in (
         {"max_num_tokens": 257},
