@@ -51,7 +51,7 @@ extern "C" void make_all(const unsigned char* packed, u32* to) {
 def as_cpp() -> str:
     """The source, but for products, in C++."""
     text = (PLUGINS / "schemes" / "mxfp4" / "mxfp4.cuh").read_text()
-    text = text[: text.index("// d[64 x N] =")]
+    text = text[: text.index("HELD_PRODUCT(")]
     text = re.sub(r"#(include|pragma) .*\n", "\n", text)
     for name, body in _BODIES.items():
         (found,) = re.finditer(rf"^DEVICE [\w ]+\b{name}\(.*?^}}", text, re.DOTALL | re.MULTILINE)

@@ -45,19 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
   extern __shared__ __align__(1024) u8 memory[];
   launch_dependents();
   const Shared shared = {shared_address(memory), memory};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(shared.full_keys(i), IMAGES ? 1 : THREADS / 32);
-      barrier_init(shared.full_values(i), IMAGES ? 1 : THREADS / 32);
-      barrier_init(shared.empty_keys(i), 4 * WARPGROUPS);
-      barrier_init(shared.empty_values(i), 4 * WARPGROUPS);
-    }
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(shared.full_item(i), THREADS / 32);
-      barrier_init(shared.empty_item(i), 4 * WARPGROUPS);
-    }
-    barrier_init_fence();
-  }
+  init_barriers(shared, IMAGES ? 1 : THREADS / 32);
   __syncthreads();
   wait_for_dependencies();
   if (threadIdx.x < THREADS) {
@@ -101,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
       last_key[r] = min(load_int(position_ids + token), item.limit - 1);
     }
     State all, unit;
-    attend(shared, rings, queries, tiles, full_tiles, last_key, scale, all, unit);
-    merge(all, unit.acc, unit.largest, unit.total);
+    attend<Softening>(shared, rings, queries, tiles, full_tiles, last_key, scale, all, unit);
+    append(all, unit, unit.weighed());
     // Read here, because keeping them through the loop would cost registers.
     const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
     const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;

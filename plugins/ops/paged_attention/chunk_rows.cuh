@@ -12,21 +12,20 @@ DEVICE int row_of(int r) {
 }
 
 // Appends a work item's values and states to what has been merged to the left of it.
-DEVICE void merge(State& all, const float (&acc)[SIZE / 2], const float (&largest)[2],
-                  const float (&total)[2]) {
+DEVICE void append(State& all, const State& unit, const State::Weighed& weighed) {
   float left[2], right[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float top = fmaxf(all.largest[r], largest[r]), base = finite(top);
+    const float top = fmaxf(all.largest[r], weighed.largest[r]), base = finite(top);
     left[r] = exp2(__fsub_rn(all.largest[r], base));
-    right[r] = exp2(__fsub_rn(largest[r], base));
-    all.total[r] = __fmaf_rn(all.total[r], left[r], __fmul_rn(total[r], right[r]));
+    right[r] = exp2(__fsub_rn(weighed.largest[r], base));
+    all.total[r] = __fmaf_rn(all.total[r], left[r], __fmul_rn(weighed.total[r], right[r]));
     all.largest[r] = top;
   }
 #pragma unroll
   for (int i = 0; i < SIZE / 2; ++i) {
     const int r = i / 2 % 2;
-    all.acc[i] = __fmaf_rn(all.acc[i], left[r], __fmul_rn(acc[i], right[r]));
+    all.acc[i] = __fmaf_rn(all.acc[i], left[r], __fmul_rn(unit.acc[i], right[r]));
   }
 }
 
@@ -81,22 +80,22 @@ DEVICE void load_queries(u32 (&queries)[STEPS][4], u32 operand) {
 
 // Attends to tiles [0, tiles): `all` is what is merged of all work items but the last, `unit` the last one. From
 // full_tiles on rows see keys up to last_key only. Queries are where `start_logits` finds them.
-template <class Queries>
-DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, int tiles,
-                   int full_tiles, const int (&last_key)[2], float scale, State& all, State& unit) {
+template <class Softening, class Queries, class Scale, class Merged, class Unit>
+DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, int tiles, int full_tiles,
+                   const int (&last_key)[2], const Scale& scale, Merged& all, Unit& unit) {
   auto& keys = rings.keys;
   auto& values = rings.values;
-  float s[32];
-  u32 weights[16];
+  float s[Unit::LOGITS];
+  u32 weights[Unit::WORDS];
   Softening softening;
   const auto find_base = [&](int tile) {
     if (tile < full_tiles) {
-      softening.find_base<false>(unit, s, {}, scale);
+      softening.template find_base<false>(unit, s, {}, scale);
     } else {
       int seen[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) seen[r] = last_key[r] - tile * KEYS;
-      softening.find_base<true>(unit, s, seen, scale);
+      softening.template find_base<true>(unit, s, seen, scale);
     }
   };
   const auto weigh = [&] {
@@ -106,6 +105,7 @@ DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, i
   bool is_first = true;  // tile of its work item
   const auto multiply_keys = [&] {
     barrier_wait(shared.full_keys(keys.slot), keys.parity);
+    unit.hold_before_logits();
     start_logits(s, queries, shared.keys(keys.slot));
   };
   const auto release_keys = [&] {
@@ -118,7 +118,7 @@ DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, i
     start_values(unit, weights, shared.values(values.slot), !is_first);
   };
   const auto release_values = [&] {
-    keep_order(unit.acc);
+    unit.hold();
     release(shared.empty_values(values.slot));
     values.advance();
   };
@@ -137,9 +137,7 @@ DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, i
     product_wait<1>();
     release_keys();
     is_first = tile == unit_end;
-    float largest[2], total[2];  // of the work item whose values are being added
-#pragma unroll
-    for (int r = 0; r < 2; ++r) largest[r] = unit.largest[r], total[r] = unit.total[r];
+    const auto weighed = unit.weighed();  // of the work item whose values are being added
     if (is_first) {
       unit.clear_states();
       unit_end = unit_start(++next_unit);
@@ -147,7 +145,7 @@ DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, i
     find_base(tile);
     product_wait<0>();
     release_values();
-    if (is_first) merge(all, unit.acc, largest, total);
+    if (is_first) append(all, unit, weighed);
     weigh();
     if (!is_first) softening.fade_values(unit);
   }

@@ -53,3 +53,8 @@ struct Merged {
     is_empty = false;
   }
 };
+
+DEVICE void append(Merged& all, Fp8State& unit, const Fp8State::Weighed& weighed) {
+  const float total[2] = {unit.total(0), unit.total(1)};
+  all.append(unit, weighed.base, total, false);
+}

@@ -2,29 +2,13 @@
 // sums, and how a tile of keys is added to a work item. A warpgroup has 64 rows, a thread two of them.
 #pragma once
 
+#include "backends/cuda/sm90/held_product.cuh"
 #include "ops/paged_attention/chunk_rows.cuh"
 
-// d[64 x N] = (add ? d : 0) + a[64 x 32] b[N x 32]^T, a in registers.
-template <int N>
-struct Fp8;
+HELD_PRODUCT(128, I64, 64, 65, 66, 67, 68, 69, D64(0))
+HELD_PRODUCT(136, I64 ", %64, %65, %66, %67", 68, 69, 70, 71, 72, 73, D64(0), D4(64))
 
-#define FP8_PRODUCT(N, LIST, A0, A1, A2, A3, B, P, ...)                                          \
-  template <>                                                                                    \
-  struct Fp8<N> {                                                                                \
-    static DEVICE void add(float (&d)[N / 2], const u32* a, u64 b, int add) {                    \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                              \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" LIST "}, {%" #A0  \
-                   ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1;\n}"                       \
-                   : __VA_ARGS__                                                                 \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));               \
-    }                                                                                            \
-  };
-FP8_PRODUCT(128, I64, 64, 65, 66, 67, 68, 69, D64(0))
-FP8_PRODUCT(136, I64 ", %64, %65, %66, %67", 68, 69, 70, 71, 72, 73, D64(0), D4(64))
-
-constexpr int DEEP = SIZE / 32;   // products along the head dimension
-constexpr int LOGITS = KEYS / 2;  // of a tile, a thread
-constexpr int WORDS = KEYS / 8;   // of a tile's weights, a thread
+constexpr int DEEP = SIZE / 32;     // products along the head dimension
 constexpr int SUMS = SIZE / 2 + 4;  // of weighted values, a thread; the last four are of ones, or of nothing
 static_assert(KEYS == 128 && SIZE == 128, "keys and dimensions are rows of 128 bytes");
 
@@ -80,8 +64,21 @@ struct Queries {
 
 // A work item: what exponents of its weights are relative to, and sums of weighted values and of weights.
 struct Fp8State {
+  static constexpr int LOGITS = KEYS / 2, WORDS = KEYS / 8;  // of a tile and of its weights, a thread
   float base[2];
   float sums[SUMS];
+
+  struct Weighed {
+    float base[2];
+  };
+  DEVICE Weighed weighed() const { return {{base[0], base[1]}}; }
+  DEVICE void clear_states() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) base[r] = minus_infinity();
+  }
+  // All arithmetic with sums is before the next products, or these would wait for each other.
+  DEVICE void hold_before_logits() { keep_order(sums); }
+  DEVICE void hold() { keep_order(sums); }
 
   // The sum of weights of row r; the first thread of four has it.
   DEVICE float total(int r) const {
@@ -97,7 +94,7 @@ struct Fp8Softening {
 
   // MASKED: columns of the tile after the row's `seen` are not visible.
   template <bool MASKED>
-  DEVICE void find_base(Fp8State& state, float (&s)[LOGITS], const int (&seen)[2], const float (&scale)[2]) {
+  DEVICE void find_base(Fp8State& state, float (&s)[Fp8State::LOGITS], const int (&seen)[2], const float (&scale)[2]) {
     float top[2];
     fades = false;
 #pragma unroll
@@ -145,7 +142,7 @@ struct Fp8Softening {
   }
   // Weights in E4M3. Where products have a row's keys 8 j + 2 t and the next in thread t of four, left operands want
   // four in a row, so images_fp8.cu stores values in that order.
-  DEVICE void weigh(const float (&s)[LOGITS], u32 (&weights)[WORDS], const float (&scale)[2]) {
+  DEVICE void weigh(const float (&s)[Fp8State::LOGITS], u32 (&weights)[Fp8State::WORDS], const float (&scale)[2]) {
     const float shift[2] = {__fsub_rn(WEIGHT_POWER, from[0]), __fsub_rn(WEIGHT_POWER, from[1])};
 #pragma unroll
     for (int j = 0; j < KEYS / 8; j += 2) {
@@ -159,26 +156,28 @@ struct Fp8Softening {
       }
     }
   }
-  DEVICE void fade_sums(Fp8State& state) const {
+  DEVICE void add_weights(Fp8State&) const {}  // a product with ones does
+  DEVICE void fade_values(Fp8State& state) const {
+    if (!fades) return;
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) state.sums[i] = __fmul_rn(state.sums[i], fade[i / 2 % 2]);
   }
 };
 
-DEVICE void start_logits(float (&s)[LOGITS], const Queries& queries, u32 keys) {
+DEVICE void start_logits(float (&s)[Fp8State::LOGITS], const Queries& queries, u32 keys) {
   const u64 b = operand(keys);
   keep_order(s);
   product_fence();
 #pragma unroll
-  for (int i = 0; i < DEEP; ++i) Fp8<KEYS>::add(s, queries.words[i], b + 2 * i, i > 0);
+  for (int i = 0; i < DEEP; ++i) HeldProduct<KEYS>::add(s, queries.words[i], b + 2 * i, i > 0);
   product_commit();
 }
 
-DEVICE void start_values(Fp8State& state, const u32 (&weights)[WORDS], u32 values, bool add) {
+DEVICE void start_values(Fp8State& state, const u32 (&weights)[Fp8State::WORDS], u32 values, bool add) {
   const u64 b = operand(values);
   keep_order(state.sums);
   product_fence();
 #pragma unroll
-  for (int i = 0; i < KEYS / 32; ++i) Fp8<SIZE + 8>::add(state.sums, weights + 4 * i, b + 2 * i, i > 0 || add);
+  for (int i = 0; i < KEYS / 32; ++i) HeldProduct<SIZE + 8>::add(state.sums, weights + 4 * i, b + 2 * i, i > 0 || add);
   product_commit();
 }

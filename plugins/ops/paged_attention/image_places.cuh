@@ -12,3 +12,12 @@ struct Images {
     return first + (((long long)chunk * tiles + tile) * heads + head) * (2 * IMAGE_BYTES);
   }
 };
+
+// Loads what a thread has of a head's tile, zeros from the request's key `limit` on. table: its first entry.
+DEVICE void load_tile(Loader& loader, int tile, int head, int table, int limit, uint4 (&k)[LOADS], uint4 (&v)[LOADS]) {
+  loader.aim(head, table);
+  loader.load_pages(tile, (limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK);
+  loader.load(tile, k, v);
+  clear_from(k, limit - tile * KEYS);
+  clear_from(v, limit - tile * KEYS);
+}

@@ -67,12 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_FP8 ? 8 : 4)
 #pragma unroll 1
     for (; at < end; at += gridDim.x) {
       const int tile = at / num_heads, head = at % num_heads;
-      loader.aim(first_head + head, request * table_stride);
-      loader.load_pages(tile, (limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK);
       uint4 k[LOADS], v[LOADS];
-      loader.load(tile, k, v);
-      clear_from(k, limit - tile * KEYS);
-      clear_from(v, limit - tile * KEYS);
+      load_tile(loader, tile, first_head + head, request * table_stride, limit, k, v);
       u8* image = to.of(chunk, tile, head);
       write_image(image, k, place);
       write_image(image + OPERAND_BYTES, v, place);

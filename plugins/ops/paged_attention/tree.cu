@@ -49,12 +49,12 @@ DEVICE void attend_all(const Shared& shared, const TailShared& tail, const Part&
   if (part.tiles > 0) {
     barrier_wait(shared.full_item(0), 0);
     Rings rings;
-    attend(shared, rings, shared.queries(0, 0), part.tiles, part.tiles, {}, scale, all, unit);
+    attend<Softening>(shared, rings, shared.queries(0, 0), part.tiles, part.tiles, {}, scale, all, unit);
     if (part.goes_on()) {
       store_rows(tail.handed, unit);
       arrive<UNIT_STOPPED>();
     } else {
-      merge(all, unit.acc, unit.largest, unit.total);
+      append(all, unit, unit.weighed());
     }
   }
   int number = part.paths.root_unit();
@@ -62,7 +62,7 @@ DEVICE void attend_all(const Shared& shared, const TailShared& tail, const Part&
   while (true) {
     meet<UNIT_DONE>();
     load_rows(unit, tail.handed);
-    merge(all, unit.acc, unit.largest, unit.total);
+    append(all, unit, unit.weighed());
     if (!part.has_unit(++number)) return;
     arrive<UNIT_MERGED>();
   }
@@ -78,17 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
   launch_dependents();
   const Shared shared = {shared_address(memory), memory};
   const TailShared tail(memory);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(shared.full_keys(i), THREADS / 32);
-      barrier_init(shared.full_values(i), THREADS / 32);
-      barrier_init(shared.empty_keys(i), 4);
-      barrier_init(shared.empty_values(i), 4);
-    }
-    barrier_init(shared.full_item(0), THREADS / 32);
-    barrier_init(shared.empty_item(0), 4);
-    barrier_init_fence();
-  }
+  init_barriers(shared, THREADS / 32);
   __syncthreads();
   wait_for_dependencies();
   Part part;

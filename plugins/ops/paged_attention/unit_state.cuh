@@ -45,9 +45,17 @@ DEVICE u64 transposed_operand(u32 address) {
 // ---- the state of a work item ----
 
 struct State {
+  static constexpr int LOGITS = KEYS / 2, WORDS = KEYS / 4;  // of a tile and of its weights, a thread
   float largest[2], total[2];
   float acc[SIZE / 2];
 
+  // What is known of it once its last tile has weights; their product with values may be on its way.
+  struct Weighed {
+    float largest[2], total[2];
+  };
+  DEVICE Weighed weighed() const { return {{largest[0], largest[1]}, {total[0], total[1]}}; }
+  DEVICE void hold() { keep_order(acc); }
+  DEVICE void hold_before_logits() {}
   DEVICE void clear() {
 #pragma unroll
     for (int i = 0; i < SIZE / 2; ++i) acc[i] = 0.0f;

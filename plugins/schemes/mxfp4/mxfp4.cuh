@@ -1,7 +1,7 @@
 // 4-bit weights (packing.py has their layout) as E4M3 numbers in registers, ready to be multiplied.
 #pragma once
 
-#include "backends/cuda/sm90/hopper.cuh"
+#include "backends/cuda/sm90/held_product.cuh"
 
 constexpr int MXFP4_STEPS = 15, MXFP4_TABLE_BYTES = 128;  // 16 places, the last of which is unused
 constexpr int MXFP4_OCTET_BYTES = 1088;  // 8 rows by 256 columns: codes, then steps
@@ -102,24 +102,6 @@ struct Mxfp4Chunk {
     }
   }
 };
-
-// d[64 x N] = (add ? d : 0) + a[64 x 32] b[N x 32]^T as `Product` (hopper.cuh), with `a` in registers:
-// of warp w, thread 4 g + t, a[0] are the four bytes of row 16 w + g from column 4 t, a[1] those of row
-// 16 w + 8 + g, a[2] and a[3] the same rows from column 16 + 4 t.
-template <int N>
-struct HeldProduct;
-
-#define HELD_PRODUCT(N, LIST, A0, A1, A2, A3, B, P, ...)                                         \
-  template <>                                                                                   \
-  struct HeldProduct<N> {                                                                       \
-    static DEVICE void add(float (&d)[N / 2], const u32* a, u64 b, int add) {                     \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                               \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" LIST "}, {%" #A0  \
-                   ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1;\n}"                        \
-                   : __VA_ARGS__                                                                \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));             \
-    }                                                                                           \
-  };
 
 HELD_PRODUCT(8, I4, 4, 5, 6, 7, 8, 9, D4(0))
 HELD_PRODUCT(16, I8, 8, 9, 10, 11, 12, 13, D8(0))
