@@ -71,11 +71,11 @@ WIDE = Variant(wg_tiles=2, tokens=128, a_stages=6, b_stages=7)
 SQUARE = Variant(wg_tiles=1, tokens=128, a_stages=6, b_stages=6)
 NARROW = Variant(wg_tiles=1, tokens=64, a_stages=8, b_stages=8)
 LONG = Variant(wg_tiles=1, tokens=256, a_stages=4, b_stages=4)
-EVEN_SQUARE = replace(SQUARE, is_even=True)
+EVEN_SQUARE, EVEN_NARROW = (replace(each, is_even=True) for each in (SQUARE, NARROW))
 
 
 # Products a multiprocessor finishes per unit of time, relative to the widest tile (H200).
-_SPEED = {WIDE: 1.0, LONG: 1.0, SQUARE: 0.95, EVEN_SQUARE: 0.9, NARROW: 0.68}
+_SPEED = {WIDE: 1.0, LONG: 1.0, SQUARE: 0.95, EVEN_SQUARE: 0.9, NARROW: 0.68, EVEN_NARROW: 0.66}
 _INTERVAL = 4  # chunks of a weight that are added before others
 _HANDOVER = 6  # intervals that it takes longer where sums are left to the next block
 _MOST_EVEN_TOKENS = 1024  # of a step with equal shares; of more there are many tiles
@@ -91,8 +91,8 @@ def variants_of(call: OpCall) -> tuple[Variant, ...]:
         return LONG, SQUARE, NARROW
     if name_of(next(iter(call.outputs.values()))) == "float32":
         return SQUARE, NARROW
-    if call.op == "packed_linear_swiglu":  # of so many tiles that equal shares gain nothing
-        return WIDE, SQUARE, NARROW
+    if call.op == "packed_linear_swiglu":  # of many tiles, so that few tokens alone leave a rest
+        return WIDE, SQUARE, NARROW, EVEN_NARROW
     wide = () if call.op == "packed_linear_rope_kv" else (WIDE,)
     return (*wide, SQUARE, EVEN_SQUARE, NARROW)
 

@@ -22,6 +22,7 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear.kernel import kernels, launches
 from llmctl.plugins.ops.packed_linear.layout import packed_shape
 from llmctl.plugins.ops.packed_linear.prefill import (
+    EVEN_NARROW,
     EVEN_SQUARE,
     LONG,
     NARROW,
@@ -196,6 +197,13 @@ def test_blocks_have_equal_shares_where_whole_tiles_would_leave_many_without_wor
 def test_a_step_may_have_more_token_tiles_than_there_are_multiprocessors():
     rotates = make_call("packed_linear_rope_kv", FP8, BF16, rows=10240, inner=8192)
     assert not choose(rotates, 132 * EVEN_SQUARE.tokens + 1, 132).is_even
+
+
+def test_gate_and_up_of_few_tokens_leave_no_last_wave_nearly_empty():
+    for rows, inner, wanted in ((57344, 8192, EVEN_NARROW), (28672, 4096, NARROW)):
+        call = make_call("packed_linear_swiglu", FP8, FP8, rows=rows, inner=inner)
+        assert choose(call, 64, 132) == wanted
+        assert not choose(call, 65, 132).is_even
 
 
 def test_wide_tiles_wait_until_there_are_enough_of_them():

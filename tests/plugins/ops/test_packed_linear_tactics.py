@@ -23,6 +23,7 @@ from llmctl.plugins.ops.packed_linear.decode import (
 )
 from llmctl.plugins.ops.packed_linear.kernel import kernels, launches
 from llmctl.plugins.ops.packed_linear.tactics import (
+    MANY,
     _table,
     choose_tactic,
     default_variant,
@@ -71,6 +72,8 @@ def test_the_rule_gives_variants_that_fit_and_the_table_too(dtype):
     for key, entries in _table().items():
         tiles, chunks = map(int, key.split()[1].split("x"))
         for most, text in entries.items():
+            if text == MANY:
+                continue
             variant = DecodeVariant.parse(text, FORMS[key.split()[2]])
             assert variant.fits(tiles, chunks, True)
             token_tiles = -(-int(most) // variant.tokens)  # several only where all run at once
