@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from support.cuda import FakeProgram, launch_sampling
 from support.cuda_build import SMALL, write_model
-from support.fp8_context import Said, make_requests, say
+from support.fp8_context import Said, make_requests, next_turns, say
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -181,10 +181,7 @@ def test_any_way_to_read_a_prompt_gives_the_same_bits(folder, requests, alone, p
 
 def test_the_next_turn_of_a_conversation_is_a_prompt(folder, requests, alone) -> None:
     """What was generated with 16-bit products is computed again as a prompt."""
-    turns = [
-        replace(request, input_token_ids=(*request.input_token_ids, *said, 5, 6, 7))
-        for request, (said, _) in zip(requests, alone, strict=True)
-    ]
+    turns = next_turns(requests, alone)
     with executor_of(folder, reuse=False) as executor:
         wanted = [say(executor, [turn])[0] for turn in turns]
     with executor_of(folder) as executor:

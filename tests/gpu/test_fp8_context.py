@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cuda_build import write_model
-from support.fp8_context import Said, make_requests, say
+from support.fp8_context import Said, make_requests, next_turns, say
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -113,10 +112,7 @@ def test_any_way_to_read_a_prompt_gives_the_same_bits(
 def test_the_next_turn_of_a_conversation_is_a_prompt(
     folders: dict[str, Path], requests: list[Request], alone: list[Said]
 ) -> None:
-    turns = [
-        replace(request, input_token_ids=(*request.input_token_ids, *said, 5, 6, 7))
-        for request, (said, _) in zip(requests, alone, strict=True)
-    ]
+    turns = next_turns(requests, alone)
     with executor_of(folders, enable_block_reuse=False) as executor:
         wanted = [say(executor, [turn])[0] for turn in turns]
     with executor_of(folders) as executor:

@@ -15,16 +15,13 @@ import torch
 from support.counted_rounds import CountedRounds
 from support.e2e import DRAFT_LEN, Outputs, run_all
 from support.gpu_drafting import opened, plain_texts, run_chosen, run_in_every_company
-from support.gpu_ranks import TOGETHER, RankEngines
+from support.gpu_ranks import SHARED_HEADS, TOGETHER, RankEngines
 
 from llmctl.builder.engine_format import read_engine_config
 from llmctl.errors import NoDevice
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
-from llmctl.runtime.drafting.medusa.method import Medusa
-from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.plain.method import PlainDecoding
-from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.engines.planted_text import planted_text
 from llmctl.runtime.open import EngineOptions, check_engines
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
@@ -127,16 +124,7 @@ def test_a_draft_of_as_many_ranks_changes_no_token(
     assert stats.accepted_tokens > 50 and rounds.ahead > 10
 
 
-HEADS: dict[str, tuple[DraftMethod, tuple[object, ...]]] = {
-    "medusa": (Medusa(draft_len=15), ()),
-    "redrafter": (
-        RecurrentDrafting(None, 3),
-        ("--redrafter-num-beams", 3, "--redrafter-draft-len-per-beam", 3),
-    ),
-}
-
-
-@pytest.mark.parametrize("mode", HEADS)
+@pytest.mark.parametrize("mode", SHARED_HEADS)
 def test_shares_of_heads_change_no_token(
     built: RankEngines,
     requests: list[Request],
@@ -147,7 +135,7 @@ def test_shares_of_heads_change_no_token(
 ) -> None:
     """Each rank's rows of every product, gathered. Rounds are led by the device, and between them
     steps by the host."""
-    method, options = HEADS[mode]
+    method, options = SHARED_HEADS[mode]
     wanted, before = plain_together(built.demo("target")), rounds.ahead
     engine = built.headed(mode, *options)
     stats = run_in_every_company(engine, method, requests, wanted, **TOGETHER)

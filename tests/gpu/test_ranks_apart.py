@@ -14,15 +14,13 @@ import torch
 from support.counted_rounds import CountedRounds
 from support.e2e import DRAFT_LEN, Outputs, run_all
 from support.gpu_drafting import opened, plain_texts
-from support.gpu_ranks import RankEngines
+from support.gpu_ranks import SHARED_HEADS, RankEngines
 
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.eagle.method import Eagle
-from llmctl.runtime.drafting.medusa.method import Medusa
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.plain.method import PlainDecoding
-from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.request import Request
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -110,11 +108,7 @@ def test_target_and_draft_may_both_have_a_part_on_each_gpu(
 
 
 HEADS: dict[str, tuple[DraftMethod, tuple[object, ...]]] = {
-    "medusa": (Medusa(draft_len=15), ()),
-    "redrafter": (
-        RecurrentDrafting(None, 3),
-        ("--redrafter-num-beams", 3, "--redrafter-draft-len-per-beam", 3),
-    ),
+    **SHARED_HEADS,
     "eagle": (Eagle(4), ("--max-draft-len", 4)),
 }
 

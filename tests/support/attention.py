@@ -26,6 +26,7 @@ from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.core.examples import Example
 from llmctl.plugins.ops.paged_attention import kernel, launch_arguments
 from llmctl.plugins.ops.paged_attention.reference import reference
+from llmctl.plugins.ops.paged_attention.spec import SPEC
 from llmctl.runtime.step import pack_trees
 from support.kernel import step_arrays
 
@@ -240,6 +241,18 @@ def weight_rounding(example: Example) -> torch.Tensor:
     is_bfloat16 = example.kv_cache.dtype == torch.bfloat16
     bound = out.float() * (2.0**-8 if is_bfloat16 else 2.0**-10)
     return bound if scale is None else bound / scale
+
+
+def is_near_reference(world: World, parts: Sequence[Part], found: torch.Tensor) -> bool:
+    """Whether rows of these parts, one after another, are what the reference computes, but for the
+    type's rounding and that of weights. NaN is not."""
+    step, call = world.step(parts), world.call(parts)
+    slack = weight_rounding(Example(call, step, world.cache))
+    reference(call.inputs, call.outputs, call.attributes, step, world.cache)
+    wanted = call.outputs["out"].float()
+    rounding = SPEC.tolerance[str(found.dtype).removeprefix("torch.")]
+    allowed = slack + rounding.atol + rounding.rtol * wanted.abs()
+    return bool(((found.float() - wanted).abs() <= allowed).all())
 
 
 def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:

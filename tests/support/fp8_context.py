@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,3 +34,11 @@ def say(executor: Executor, requests: Sequence[Request]) -> list[Said]:
         result = collect(executor, request_id)[-1].result
         found.append((result.output_token_ids, result.log_probs))
     return found
+
+
+def next_turns(requests: Sequence[Request], said: Sequence[Said]) -> list[Request]:
+    """Each with what was said of it and a few tokens more as its prompt."""
+    return [
+        replace(request, input_token_ids=(*request.input_token_ids, *tokens, 5, 6, 7))
+        for request, (tokens, _) in zip(requests, said, strict=True)
+    ]

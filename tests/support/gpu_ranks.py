@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmctl.runtime.drafting.medusa.method import Medusa
+from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from scripts.models.make_planted_checkpoints import Recipe
 from scripts.models.make_planted_checkpoints import write_checkpoint as write_planted
 from support.e2e import DRAFT_LEN, llmctl
@@ -31,6 +34,14 @@ PARTED = {
 LIMITS = ("--max-batch-size", 16, "--max-seq-len", 1024)
 TOGETHER = {"ranks_on_one_device": True}
 ACCEPTANCE, SEED = 0.66, 5
+# Heads that ranks share: how they draft, and options of their build.
+SHARED_HEADS: dict[str, tuple[DraftMethod, tuple[object, ...]]] = {
+    "medusa": (Medusa(draft_len=15), ()),
+    "redrafter": (
+        RecurrentDrafting(None, 3),
+        ("--redrafter-num-beams", 3, "--redrafter-draft-len-per-beam", 3),
+    ),
+}
 
 
 @dataclass

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from llmctl.builder.build import plan_build, run_build
+from llmctl.builder.config import BuildRequest
 from llmctl.cli.main import execute
+from llmctl.plugins.core.calls import StepInputs
 from llmctl.quantize import calibration
+from llmctl.runtime.engines.engine import Engine, open_cpu_engine
 
 VOCAB, HIDDEN, ROWS, ROW_LENGTH = 384, 96, 16, 48
 CALIBRATED = ROWS - ROWS // 8  # the first rows measure
@@ -48,6 +54,19 @@ def quantized_linears(modules: torch.nn.Module) -> dict[str, Any]:
     return {n: m for n, m in modules.named_modules() if hasattr(m, "weight_quantizer")}
 
 
+def assert_is_modelopts(
+    name: str, linear: Any, before: torch.Tensor, found: Mapping[str, torch.Tensor], rtol: float
+) -> None:
+    """A linear of a quantized head beside ModelOpt's, `before` its weight. rtol: of the scale of
+    activations, which are not the same to the last bit."""
+    scale = linear.weight_quantizer.amax.float() / 448
+    torch.testing.assert_close(found[f"{name}.weight_scale"], scale, rtol=0, atol=0)
+    wanted = exported(before, scale)
+    assert torch.equal(found[f"{name}.weight"].view(torch.uint8), wanted.view(torch.uint8))
+    activation = linear.input_quantizer.amax.float() / 448
+    torch.testing.assert_close(found[f"{name}.input_scale"], activation, rtol=rtol, atol=0)
+
+
 def exported(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """FP8 by ModelOpt's exporter, of a BF16 weight."""
     from modelopt.torch.export.model_config import QUANTIZATION_FP8
@@ -55,3 +74,29 @@ def exported(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
     found: torch.Tensor = to_quantized_weight(weight.detach().bfloat16(), scale, QUANTIZATION_FP8)
     return found
+
+
+def eagle_engine(target: Path, head: Path, folder: Path) -> Engine:
+    """On the compiled kernels, with room for one request."""
+    request = BuildRequest(
+        max_batch_size=4, speculative_decoding_mode="eagle", draft_model_dir=str(head)
+    )
+    run_build(plan_build(target, request, backend="cpu"), folder)
+    engine = open_cpu_engine(folder)
+    engine.allocate_kv_cache(2)
+    return engine
+
+
+def first_step(engine: Engine, tokens: torch.Tensor, rows: Sequence[int]) -> StepInputs:
+    """Of an EAGLE head behind a prompt that the target has read: `tokens` follow its features."""
+    count = len(tokens)
+    places = np.arange(count, dtype=np.int32)
+    return StepInputs(
+        token_ids=tokens.numpy().astype(np.int32),
+        position_ids=places,
+        cu_q=np.array([0, count], np.int32),
+        kv_len=np.array([count], np.int32),
+        block_tables=np.array([[1]], np.int32),
+        slot_mapping=places + np.int32(engine.tokens_per_block),
+        logit_rows=places[list(rows)],
+    )

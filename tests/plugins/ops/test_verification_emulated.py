@@ -9,15 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from support import emulated_warps
-from support.attention import FP8, World, same_bits, weight_rounding
+from support.attention import FP8, World, is_near_reference, same_bits
 from support.trees import differing_chosen, differing_tokens, random_parents
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch, LaunchEnv
 from llmctl.plugins.core.calls import StepInputs
-from llmctl.plugins.core.examples import Example
 from llmctl.plugins.ops.paged_attention import kernel, tree
-from llmctl.plugins.ops.paged_attention.reference import reference
-from llmctl.plugins.ops.paged_attention.spec import SPEC
 from llmctl.plugins.ops.paged_attention.verification import Variant
 
 
@@ -89,13 +86,7 @@ def test_they_are_what_the_reference_computes(monkeypatch):
     force(monkeypatch, Variant(4, 4, 8), Variant(2, 8, 24, has_trees=True))
     world, part = world_of("70b, FP8", 220, random_parents(12, 1)), [(0, 190, 13)]
     (found,) = world.run(part, Runs())
-    step, call = world.step(part), world.call(part)
-    slack = weight_rounding(Example(call, step, world.cache))
-    reference(call.inputs, call.outputs, call.attributes, step, world.cache)
-    wanted = call.outputs["out"].float()
-    rounding = SPEC.tolerance[str(found.dtype).removeprefix("torch.")]
-    allowed = slack + rounding.atol + rounding.rtol * wanted.abs()
-    assert ((found.float() - wanted).abs() <= allowed).all()  # and NaN is not
+    assert is_near_reference(world, part, found)
 
 
 @pytest.mark.parametrize(

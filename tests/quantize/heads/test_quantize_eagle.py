@@ -18,20 +18,20 @@ from support.quantized_heads import (
     CALIBRATED,
     HIDDEN,
     VOCAB,
-    exported,
+    assert_is_modelopts,
+    eagle_engine,
+    first_step,
     quantize,
     quantized_linears,
     rows_of,
 )
 
-from llmctl.builder.build import plan_build, run_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import EAGLE_EXTEND, EAGLE_FEATURES, EAGLE_NEXT, read_plan
 from llmctl.builder.heads.eagle.checkpoint import check_head, open_head
 from llmctl.errors import MissingTensor, UnexpectedTensor, Unsupported
-from llmctl.plugins.core.calls import StepInputs
 from llmctl.quantize.layers import import_modelopt
-from llmctl.runtime.engines.engine import open_cpu_engine
 from scripts.demo.eagle_head import EagleHead
 from scripts.demo.eagle_head import EagleShape as DemoShape
 
@@ -108,13 +108,8 @@ def test_scales_and_weights_are_modelopts_and_the_layout_stays(
     assert len(linears) == 9
     for path, linear in linears.items():
         name = module.names[path]
-        scale = linear.weight_quantizer.amax.float() / 448
-        torch.testing.assert_close(found[f"{name}.weight_scale"], scale, rtol=0, atol=0)
-        wanted = exported(before[f"{name}.weight"], scale)
-        assert torch.equal(found[f"{name}.weight"].view(torch.uint8), wanted.view(torch.uint8))
         # the head runs in BF16 there, in float32 here
-        activation = linear.input_quantizer.amax.float() / 448
-        torch.testing.assert_close(found[f"{name}.input_scale"], activation, rtol=0.03, atol=0)
+        assert_is_modelopts(name, linear, before[f"{name}.weight"], found, rtol=0.03)
     same = before.keys() - {f"{module.names[path]}.weight" for path in linears}
     assert len(same) == 6 and len(found) == 3 * 9 + 6
     assert all(torch.equal(found[name], before[name]) for name in same)
@@ -133,35 +128,19 @@ def test_an_engine_computes_what_the_stored_numbers_say(
     alone, beside the head as it was trained."""
     demo_head(target).write(tmp_path / "head", "llama")
     assert quantize(target, tmp_path / "head", tmp_path / "out", "--qformat", qformat) == 0
-    request = BuildRequest(
-        max_batch_size=4,
-        speculative_decoding_mode="eagle",
-        draft_model_dir=str(tmp_path / "out"),
-    )
-    run_build(plan_build(target, request, backend="cpu"), tmp_path / "engine")
+    engine = eagle_engine(target, tmp_path / "out", tmp_path / "engine")
     plan = read_plan(tmp_path / "engine")
     dtypes = {t.name: t.dtype for t in plan.tensors}
     for graph in (EAGLE_EXTEND, EAGLE_NEXT):
         products = [op for op in plan.heads[graph].ops if op.op == "linear"]
         assert {dtypes[op.inputs["weight"]] for op in products} == {"float8_e4m3fn"}
     assert dtypes["lm_head.weight"] == "bfloat16"
-    engine = open_cpu_engine(tmp_path / "engine")
-    engine.allocate_kv_cache(2)
     count, text = 20, rows_of(target)[0]
     source = [engine.output(f"layers.{tap}") for tap in TAPS]
     for at, tensor in enumerate(source):
         tensor[:count].copy_(features[0, :count, at * HIDDEN : (at + 1) * HIDDEN])
     engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, source, np.arange(count))
-    places = np.arange(count, dtype=np.int32)
-    step = StepInputs(
-        token_ids=text[1 : count + 1].numpy().astype(np.int32),
-        position_ids=places,
-        cu_q=np.array([0, count], np.int32),
-        kv_len=np.array([count], np.int32),
-        block_tables=np.array([[1]], np.int32),
-        slot_mapping=places + np.int32(engine.tokens_per_block),
-        logit_rows=places[[3, 11, 19]],
-    )
+    step = first_step(engine, text[1 : count + 1], [3, 11, 19])
     found = engine.run_head(EAGLE_EXTEND, step)["logits"]
     module = by_modelopt(target, features) if qformat == "fp8" else Steps(demo_head(target))
     with torch.no_grad():

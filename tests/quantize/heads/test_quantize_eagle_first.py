@@ -20,19 +20,17 @@ from support.quantized_heads import (
     CALIBRATED,
     HIDDEN,
     VOCAB,
-    exported,
+    assert_is_modelopts,
+    eagle_engine,
+    first_step,
     hidden_of,
     quantize,
     quantized_linears,
     rows_of,
 )
 
-from llmctl.builder.build import plan_build, run_build
-from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import EAGLE_EXTEND, EAGLE_FEATURES, EAGLE_NEXT, read_plan
-from llmctl.plugins.core.calls import StepInputs
 from llmctl.quantize.layers import import_modelopt
-from llmctl.runtime.engines.engine import open_cpu_engine
 
 STEPS = 5
 SIZES: dict[str, Any] = {
@@ -93,13 +91,8 @@ def test_scales_and_weights_are_modelopts_and_the_layout_stays(
     linears = quantized_linears(by_modelopt(target))
     assert len(linears) == 1 + 2 * 7
     for name, linear in linears.items():
-        scale = linear.weight_quantizer.amax.float() / 448
-        torch.testing.assert_close(found[f"{name}.weight_scale"], scale, rtol=0, atol=0)
-        wanted = exported(before[f"{name}.weight"], scale)
-        assert torch.equal(found[f"{name}.weight"].view(torch.uint8), wanted.view(torch.uint8))
         # the head runs in BF16 there, in float32 here; and here not of every place all steps
-        activation = linear.input_quantizer.amax.float() / 448
-        torch.testing.assert_close(found[f"{name}.input_scale"], activation, rtol=0.1, atol=0)
+        assert_is_modelopts(name, linear, before[f"{name}.weight"], found, rtol=0.1)
     same = before.keys() - {f"{name}.weight" for name in linears}
     assert same == {
         "fc.bias",
@@ -122,12 +115,7 @@ def test_an_engine_computes_what_the_stored_numbers_say(
 ) -> None:
     """On the compiled kernels, beside the head as it was trained."""
     assert quantize(target, write(tmp_path / "head"), tmp_path / "out", "--qformat", qformat) == 0
-    request = BuildRequest(
-        max_batch_size=4,
-        speculative_decoding_mode="eagle",
-        draft_model_dir=str(tmp_path / "out"),
-    )
-    run_build(plan_build(target, request, backend="cpu"), tmp_path / "engine")
+    engine = eagle_engine(target, tmp_path / "out", tmp_path / "engine")
     plan = read_plan(tmp_path / "engine")
     dtypes = {t.name: t.dtype for t in plan.tensors}
     for graph in (EAGLE_EXTEND, EAGLE_NEXT):
@@ -138,23 +126,12 @@ def test_an_engine_computes_what_the_stored_numbers_say(
         }
         assert products.pop("lm_head") == "bfloat16", "the target's"
         assert set(products.values()) == {"float8_e4m3fn"} and "fc" in products
-    engine = open_cpu_engine(tmp_path / "engine")
-    engine.allocate_kv_cache(2)
     count, text, rows = 20, rows_of(target)[0], [3, 11, 19]
     features = hidden_of(target)[0, :count]
     last = engine.output("layers.2")
     last[:count].copy_(features)
     engine.give_rows(EAGLE_EXTEND, EAGLE_FEATURES, [last], np.arange(count))
-    places = np.arange(count, dtype=np.int32)
-    step = StepInputs(
-        token_ids=text[1 : count + 1].numpy().astype(np.int32),
-        position_ids=places,
-        cu_q=np.array([0, count], np.int32),
-        kv_len=np.array([count], np.int32),
-        block_tables=np.array([[1]], np.int32),
-        slot_mapping=places + np.int32(engine.tokens_per_block),
-        logit_rows=places[rows],
-    )
+    step = first_step(engine, text[1 : count + 1], rows)
     found = engine.run_head(EAGLE_EXTEND, step)["logits"]
     stored = load_file(target / "model.safetensors")
     table, output = (stored[f"{n}.weight"].float() for n in ("model.embed_tokens", "lm_head"))

@@ -18,7 +18,7 @@ from support.quantized_heads import (
     CALIBRATED,
     HIDDEN,
     VOCAB,
-    exported,
+    assert_is_modelopts,
     hidden_of,
     quantize,
     quantized_linears,
@@ -120,13 +120,8 @@ def test_scales_and_weights_are_modelopts_and_the_layout_stays(
         if is_converted:
             stored = "lm_head" if name == "lm_head.2" else name.replace("lm_head", "layers")
             stored = f"drafter.{stored}"
-        scale = linear.weight_quantizer.amax.float() / 448
-        torch.testing.assert_close(found[f"{stored}.weight_scale"], scale, rtol=0, atol=0)
-        wanted = exported(tensors[f"{name}.weight"], scale)
-        assert torch.equal(found[f"{stored}.weight"].view(torch.uint8), wanted.view(torch.uint8))
         # the head runs in BF16 there, in float32 here
-        activation = linear.input_quantizer.amax.float() / 448
-        torch.testing.assert_close(found[f"{stored}.input_scale"], activation, rtol=0.02, atol=0)
+        assert_is_modelopts(stored, linear, tensors[f"{name}.weight"], found, rtol=0.02)
     before = json.loads((folder / "config.json").read_text())
     after = json.loads((tmp_path / "out/config.json").read_text())
     assert after.pop("quantization_config")["quant_algo"] == "FP8" and after == before
