@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.attention import FP8, INT8, World, is_near_reference
+from support.attention import FP8, INT8, World
+from support.attention_reference import is_near_reference
 from support.gpu import execute
 from support.trees import SHAPES, differing_chosen, differing_tokens, random_parents
 

@@ -15,7 +15,7 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.core.examples import Example, make_example
 from llmctl.plugins.core.op_spec import Case
 from llmctl.plugins.core.operators import SPECS, operator_module
-from support.attention import weight_rounding
+from support.attention_reference import weight_rounding
 from support.kernel import limits_for, step_shape
 
 CACHE_BYTES = 256 << 20  # rotate over more than any L2 cache holds

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.attention import FP8, INT8, World, mismatches, same_bits, weight_rounding
+from support.attention import FP8, INT8, World, mismatches, same_bits
 from support.attention_compiled import HERE, chains_here, check_chains, check_windows
+from support.attention_reference import weight_rounding
 from support.kernel import KERNEL_DTYPES, launch_env, step_shape
 
 from llmctl.errors import Unsupported

@@ -7,8 +7,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.attention import is_near_reference
 from support.attention_compiled import TREES_HERE, check_trees
+from support.attention_reference import is_near_reference
 from support.trees import (
     SHAPES,
     WORLDS,

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support import emulated_warps
-from support.attention import FP8, World, is_near_reference, same_bits
+from support.attention import FP8, World, same_bits
+from support.attention_reference import is_near_reference
 from support.trees import differing_chosen, differing_tokens, random_parents
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch, LaunchEnv
