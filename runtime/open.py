@@ -148,6 +148,7 @@ class OpenEngines:
             ahead=checked.ahead,
         )
         self.opened = opener_of(checked.target.backend).open(options.folders, request, log)
+        self._executor: Executor | None = None  # the last that was made
         self.target = self.opened.target
         self.kv_plan = self.opened.kv_plan
         note = what_windows_save(self.opened.plans, self.opened.window)
@@ -168,7 +169,8 @@ class OpenEngines:
         num_iterations_kept: int = 1000,
         owns_engines: bool = False,
     ) -> Executor:
-        """A running executor. Only one may be alive at a time, because they share the engines.
+        """A running executor. Only one may run at a time, because they share the engines: raises
+        BadConfig if there is another.
 
         method: another than that of the checked options, over the same engines.
         draft_len: drafts per round, if different from the checked options; at most what the target
@@ -178,6 +180,11 @@ class OpenEngines:
         from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
         from llmctl.runtime.engines.memory_plan import host_blocks
 
+        if self._executor is not None and self._executor.is_running:
+            raise BadConfig(
+                "an executor runs on these engines, and they hold the steps of one",
+                fix="shut it down first, or open the engines once more",
+            )
         options = self.checked.options
         method = method or (options.method if is_speculative else PlainDecoding())
         made = method if draft_len is None else method.with_draft_len(draft_len)
@@ -208,7 +215,7 @@ class OpenEngines:
         if method != options.method:  # memory was planned for other options
             lengths = ()
         drafter = made.make_drafter(self.opened.engines, count)
-        return Executor(
+        self._executor = Executor(
             self.target,
             _forced(drafter, acceptance),
             config,
@@ -216,6 +223,7 @@ class OpenEngines:
             self.opened.make_round_runner(method, drafter, count, acceptance, lengths),
             self.close if owns_engines else lambda: None,
         )
+        return self._executor
 
     def _lengths(self, method: DraftMethod, draft_len: int) -> tuple[int, ...]:
         """What rounds on a device draft, where their graphs are to be there from the start: 0

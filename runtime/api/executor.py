@@ -155,6 +155,11 @@ class Executor:
         delays their tokens by tens of milliseconds."""
         return self._worker.num_graphs_captured
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its worker uses the engines: until `shutdown` returns, or the worker failed."""
+        return self._thread.is_alive()
+
     def can_enqueue_requests(self) -> bool:
         """False once the executor is shut down."""
         return not self._inbox.is_closed

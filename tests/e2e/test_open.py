@@ -13,6 +13,7 @@ from support.e2e import DemoPair, PromptMaker, run_all
 import llmctl
 from llmctl.errors import BadConfig, EngineNotFound
 from llmctl.runtime.drafting.ngram.method import NgramLookup
+from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request, SamplingConfig
 
 
@@ -47,6 +48,17 @@ def test_an_iterator_that_is_closed_cancels_its_request(demo: DemoPair) -> None:
         assert executor.get_num_responses_ready() == 0
         short = list(executor.generate([5, 6, 7], max_tokens=4))
         assert len(short) == 4
+
+
+def test_engines_run_one_executor_at_a_time(demo: DemoPair) -> None:
+    opened = OpenEngines(check_engines(EngineOptions(demo.engine("target-float32"))))
+    with opened.executor() as executor:
+        wanted = list(executor.generate([5, 6, 7], max_tokens=4))
+        with pytest.raises(BadConfig, match="an executor runs on these engines"):
+            opened.executor(is_speculative=False)
+        assert list(executor.generate([5, 6, 7], max_tokens=4)) == wanted
+    with opened.executor() as executor:
+        assert list(executor.generate([5, 6, 7], max_tokens=4)) == wanted
 
 
 def test_what_cannot_be_is_raised_where_it_is_asked_for(demo: DemoPair, tmp_path) -> None:
