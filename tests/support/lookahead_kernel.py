@@ -49,13 +49,19 @@ class Rounds:
     ) -> None:
         self.draw = np.random.default_rng(seed)
         self.seed, self.draft_len, self.launch = seed, draft_len, launch
+        # What is uploaded is on the queue's stream, so all else is, too.
+        self.queue = DeviceQueue(device)
+        with self.queue.scope():
+            self.start(configs, device)
+
+    def start(self, configs: list[LookaheadDecodingConfig], device: str) -> None:
+        """Arrays, and a request of each size in them."""
         sizes = LookaheadSizes(*map(max, zip(*(config.sizes for config in configs), strict=True)))
-        count = len(configs)
+        count, draft_len = len(configs), self.draft_len
         self.state = RoundState.allocate(count, draft_len, device)
         self.trees = DraftTrees.allocate(count, draft_len, device)
         self.arrays = LookaheadArrays.allocate(sizes, count, draft_len, device)
         self.limits = make_limits(count, draft_len)
-        self.queue = DeviceQueue(device)
         self.sequences: list[Sequence] = []
         self.hosts: dict[int, Lookahead] = {}
         # by sequence: what the last round drew, which the next one's drafting takes in
@@ -156,17 +162,23 @@ class Rounds:
         """(rounds, accepted drafts): whole trees, smaller ones and none, and rows change places
         now and then."""
         done = accepted = 0
-        while not self.is_over and done < num_rounds:
-            most = self.draft_len
-            length = most if self.draw.random() < 0.8 else int(self.draw.integers(0, most + 1))
-            if length:
-                accepted += self.verify(self.draft(length), length)
-            else:
-                self.go_on_without_drafts()
-            done += 1
-            if self.draw.random() < 0.15:
-                self.begin()
+        with self.queue.scope():
+            while not self.is_over and done < num_rounds:
+                accepted += self.play_round()
+                done += 1
         return done, accepted
+
+    def play_round(self) -> int:
+        """How many drafts were accepted."""
+        most, accepted = self.draft_len, 0
+        length = most if self.draw.random() < 0.8 else int(self.draw.integers(0, most + 1))
+        if length:
+            accepted = self.verify(self.draft(length), length)
+        else:
+            self.go_on_without_drafts()
+        if self.draw.random() < 0.15:
+            self.begin()
+        return accepted
 
     def go_on_without_drafts(self) -> None:
         """A round of the roots alone."""

@@ -3,12 +3,19 @@ window and pool draft, which tests of runtime/drafting/ compare with a Jacobi it
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import pytest
+import torch
+from support import lookahead_kernel
 from support.lookahead_kernel import Rounds
 
 from llmctl.builder.engine_format import LookaheadDecodingConfig
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.interpret import run_launches
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.lookahead import kernel
@@ -30,6 +37,32 @@ def test_a_round_drafts_what_the_host_would(sizes, seed):
     most = max(config.max_draft_len for config in configs)
     num_rounds, accepted = Rounds(configs, seed, most, run_launches).play(25)
     assert num_rounds > 8 and accepted > 0
+
+
+def test_rounds_do_everything_on_the_stream_that_uploads_are_on(monkeypatch):
+    """On another one a GPU read slots and windows before they had arrived."""
+
+    class Watched(DeviceQueue):
+        is_current = False
+
+        @contextmanager
+        def scope(self) -> Iterator[None]:
+            self.is_current = True
+            yield
+            self.is_current = False
+
+        def to_device(self, array: torch.Tensor) -> torch.Tensor:
+            assert self.is_current
+            return super().to_device(array)
+
+    monkeypatch.setattr(lookahead_kernel, "DeviceQueue", Watched)
+
+    def launch(launches: Sequence[Launch]) -> None:
+        assert rounds.queue.is_current
+        run_launches(launches)
+
+    rounds = Rounds([LookaheadDecodingConfig(3, 3, 2)], 0, 8, launch)
+    assert rounds.play(9)[0] == 9
 
 
 @pytest.mark.parametrize(
