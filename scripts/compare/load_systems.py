@@ -64,6 +64,8 @@ def llmctl_server(
     engines = OpenEngines(check_engines(options))
     size = max_num_tokens or engines.target.max_num_tokens
     settings = f"{size:,} tokens a step" if chunks else "whole prompts"
+    if engines.target.context_group:
+        settings += ", FP8 prompts"
     if max_step_ms is not None:
         settings += f", --max-step-ms {max_step_ms:g}"
     with engines.executor(is_speculative=False, num_iterations_kept=STEPS_KEPT) as executor:
