@@ -90,9 +90,8 @@ class StepShape:
     max_query_len: int  # most tokens of one request
     max_kv_len: int  # no request's kv_len is larger
     max_tree_len: int = 0  # most keys of a request from its tree's root on; 0: there is none
-    num_single: int = (
-        0  # of the requests so many at least have one token: they are no context chunks
-    )
+    # Of the requests so many at least have one token: they are no context chunks.
+    num_single: int = 0
     best_only: bool = False  # logits stay where ranks computed them: best ids, or draws, are taken
 
 

@@ -20,7 +20,7 @@ from math import inf, log2
 TOKENS_A_STEP = 128  # tokens that a GPU processes in the time of one
 # of a plain step, before a draft was timed: a draft model of about an eighth of the parameters
 PRIOR_DRAFT = 1 / 20
-ONE_DEPTH = 0.25
+ONE_DEPTH = 0.25  # variance of depths, or drafts, at which a line weighs as much as its prior
 UNDISTURBED = 0.15  # weight of what took longer, where the time without delays is wanted
 
 

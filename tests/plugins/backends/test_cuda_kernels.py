@@ -6,6 +6,7 @@ import re
 from functools import cache
 
 import pytest
+from support import small_kernels
 from support.attention_compiled import HERE, of_chains
 from support.attention_models import world_of
 from support.kernel import KERNEL_DTYPES, compile_all, limits_for
@@ -56,6 +57,8 @@ def representatives(op: str) -> tuple[KernelSpec, ...]:
     elsewhere = checked_elsewhere() if op == "paged_attention" else set()
     others = tuple(f"{other}." for other in OPS if other != op)
     own = [spec for spec in specs_of(op) if not spec.name.startswith(others)]
+    if op in small_kernels.OPS:
+        return tuple(small_kernels.with_most_to_do(own))
     for spec in sorted(own, key=_num_options):
         if kind(spec.name) not in elsewhere:
             chosen[kind(spec.name)] = spec
@@ -91,8 +94,8 @@ def kind(name: str) -> str:
 
 # FP16 takes the registers that BF16 does: these operators are compiled for it where there is most
 # to do, or as the smallest of their tiles.
-_HAVE_BOTH = ("paged_attention.", "packed_linear", "rms_norm.", "rope_kv_write.")
-_FP16_KEPT = re.compile(r"\.(d128|n8r\w+|128x256|h257)\b")
+_HAVE_BOTH = ("paged_attention.", "packed_linear")
+_FP16_KEPT = re.compile(r"\.(d128|n8r\w+|128x256)\b")
 # Sizes that loops and addresses depend on: numbers of heads, tokens per block, requests.
 _SIZES = re.compile(r"\.(h\d+x\d+|page\d+|b\d+)(?=\.|$)")
 _MANY = {"paged_attention", "packed_linear"}
