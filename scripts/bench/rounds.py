@@ -45,7 +45,7 @@ class IdleEngine:
     max_seq_len, max_batch_size, max_num_tokens = MAX_LEN, 8, 64
     max_draft_len, tokens_per_block = DRAFT_LEN, 32
     onboards_aside = False
-    takes_trees, context_group = False, 0
+    takes_trees, context_group, shares_logits = False, 0, False
     is_asynchronous = False
 
     def __init__(self, vocab_size: int) -> None:

@@ -52,7 +52,7 @@ class StubTarget:
     vocab_size, max_seq_len = 128_256, 2560
     max_num_tokens, max_draft_len, tokens_per_block = 2048, 0, 32
     is_asynchronous, onboards_aside, has_rounds = True, False, True
-    takes_trees, context_group = False, 0
+    takes_trees, context_group, shares_logits = False, 0, False
 
     def __init__(self, batch: int, device: StubDevice) -> None:
         self.max_batch_size = self.max_num_rows = batch
