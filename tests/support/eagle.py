@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,20 @@ class TorchHead:
         self.embedding = self.tensors.get("embed_tokens.weight", embedding.float())
         self.theta, self.norm_before_residual = theta, norm_before_residual
         self.norm_output = norm_output
+
+    @classmethod
+    def of_config(
+        cls,
+        tensors: Tensors,
+        embedding: torch.Tensor,
+        fields: Mapping[str, Any],
+        windows: Sequence[int] = (0,),
+    ) -> TorchHead:
+        """What config.json says with these fields."""
+        known = ("norm_before_residual", "norm_output", "hidden_size", "head_dim")
+        said = {name: fields[name] for name in known if name in fields}
+        theta = fields.get("rope_theta", 10000.0)
+        return cls(tensors, embedding, theta=theta, windows=windows, **said)
 
     def fc(self, features: torch.Tensor) -> torch.Tensor:
         """g [N, H] of features [N, 3 target hidden]."""

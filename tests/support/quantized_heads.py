@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -65,6 +67,18 @@ def assert_is_modelopts(
     assert torch.equal(found[f"{name}.weight"].view(torch.uint8), wanted.view(torch.uint8))
     activation = linear.input_quantizer.amax.float() / 448
     torch.testing.assert_close(found[f"{name}.input_scale"], activation, rtol=rtol, atol=0)
+
+
+def unchanged(head: Path, out: Path, quantized: Iterable[str]) -> set[str]:
+    """The tensors of a head that quantizing it leaves as they are: all but the weights of these
+    linears. config.json stays, too, but for what says that it is quantized."""
+    before, found = (load_file(folder / "model.safetensors") for folder in (head, out))
+    same = before.keys() - {f"{name}.weight" for name in quantized}
+    assert all(torch.equal(found[name], before[name]) for name in same)
+    described = [json.loads((folder / "config.json").read_text()) for folder in (head, out)]
+    assert described[1].pop("quantization_config")["quant_algo"] == "FP8"
+    assert described[0] == described[1]
+    return same
 
 
 def exported(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

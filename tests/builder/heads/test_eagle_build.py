@@ -91,15 +91,8 @@ def test_a_head_computes_what_torch_does(new_model, save, tmp_path, form, layout
         states = model(torch.tensor([TOKENS]), output_hidden_states=True).hidden_states
         table = model.get_input_embeddings().weight
     features = torch.cat([states[layer][0] for layer in (0, 1, 1)], dim=-1)
-    wanted = TorchHead(
-        tensors,
-        table,
-        theta=fields.get("rope_theta", 10000.0),
-        norm_before_residual=fields.get("norm_before_residual", False),
-        norm_output=fields.get("norm_output", False),
-        windows={"layers": (0, 0, 0), "windows": (5, 0)}.get(form, (0,)),
-        **{k: v for k, v in fields.items() if k in ("hidden_size", "head_dim")},
-    )
+    windows = {"layers": (0, 0, 0), "windows": (5, 0)}.get(form, (0,))
+    wanted = TorchHead.of_config(tensors, table, fields, windows)
     shifted = [*TOKENS[1:], 77]
     out = wanted.out(wanted.fc(features), shifted)
     for start, stop, rows in ((0, 8, [5, 7]), (8, 12, [3])):

@@ -31,6 +31,16 @@ def check(folder: Path, taps: tuple[int, ...] = (2, 4, 5)) -> EagleHead:
     return check_head(open_head(folder), taps, 64, 131)
 
 
+def with_head(folder: Path) -> BuildRequest:
+    return BuildRequest(
+        speculative_decoding_mode="eagle",
+        eagle_layers="0,1,1",
+        max_batch_size=2,
+        max_seq_len=64,
+        draft_model_dir=str(folder),
+    )
+
+
 def test_the_tensors_say_how_many_layers_there_are(tmp_path: Path) -> None:
     """Where they have numbers, config.json must agree; EAGLE's name of its only one says it all."""
     for layers in (1, 2, 3):
@@ -109,15 +119,8 @@ def engine(new_model: Any, save: Any, tmp_path: Path) -> Path:
     model = new_model("mistral", sliding_window=9)
     kinds = {"sliding_window": 5, "layer_types": [SLIDING, FULL]}
     head = save_head(tmp_path / "head", make_head(layers=2), **kinds)
-    request = BuildRequest(
-        speculative_decoding_mode="eagle",
-        eagle_layers="0,1,1",
-        max_batch_size=2,
-        max_seq_len=64,
-        draft_model_dir=str(head),
-    )
     folder = tmp_path / "engine"
-    run_build(plan_build(save(model), request, backend="cpu"), folder)
+    run_build(plan_build(save(model), with_head(head), backend="cpu"), folder)
     return folder
 
 
@@ -159,14 +162,7 @@ def test_each_layer_is_as_few_operators_for_a_gpu_as_the_targets(
 ) -> None:
     checkpoint = save(new_model("llama", head_dim=64, dtype="bfloat16"))
     head = save_head(tmp_path / "head", make_head(head_dim=64, layers=3), head_dim=64)
-    request = BuildRequest(
-        speculative_decoding_mode="eagle",
-        eagle_layers="0,1,1",
-        max_batch_size=2,
-        max_seq_len=64,
-        draft_model_dir=str(head),
-    )
-    plan = plan_build(checkpoint, request, backend="cuda", with_binaries=False).plan
+    plan = plan_build(checkpoint, with_head(head), backend="cuda", with_binaries=False).plan
     layer = ["rms_norm", "packed_linear_rope_kv", "paged_attention", "packed_linear",
              "rms_norm", "packed_linear_swiglu", "packed_linear"]  # fmt: skip
     assert [op.op for op in plan.heads[EAGLE_NEXT].ops] == [

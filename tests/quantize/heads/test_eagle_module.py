@@ -68,15 +68,8 @@ def test_a_head_of_eagle_3(form: str, tmp_path: Path) -> None:
     assert heads.taps == TAPS and not heads.biases
     features, text, table, projection = random_text()
     found = steps_of(heads, projection, table, features, text)
-    wanted = TorchHead(
-        tensors,
-        table,
-        theta=fields.get("rope_theta", 10000.0),
-        norm_before_residual=fields.get("norm_before_residual", False),
-        norm_output=fields.get("norm_output", False),
-        windows={"layers": (0, 0, 0), "windows": (3, 0), "window": (1,)}.get(form, (0,)),
-        **{k: v for k, v in fields.items() if k in ("hidden_size", "head_dim")},
-    )
+    windows = {"layers": (0, 0, 0), "windows": (3, 0), "window": (1,)}.get(form, (0,))
+    wanted = TorchHead.of_config(tensors, table, fields, windows)
     for place in PLACES:
         g, tokens = wanted.fc(features[: place + 1]), text.tolist()
         for step in range(STEPS):
