@@ -51,7 +51,7 @@ struct Meeting {  // of `arrived` threads
   }
 };
 struct Transactions {  // an mbarrier
-  int count = 0, arrivals = 0, phase = 0;
+  int count = 0, arrivals = 0, phase = 0, waiting = 0;
   long long bytes = 0;
   void advance() {
     if (arrivals < 0) fail("more arrive at a barrier than it counts");
@@ -72,7 +72,7 @@ struct Block {
   int any[2] = {0, 0};
   std::vector<Warp> warps;
   std::vector<std::pair<u32, Transactions>> barriers;
-  std::vector<std::pair<u32, Copy>> bulk;  // that an mbarrier waits for
+  std::vector<std::pair<u32, std::function<void()>>> bulk;  // copies that an mbarrier waits for
   struct Cluster* cluster;
   Block(int threads, int bytes) : room(bytes + 1024), size(bytes), warps(threads / 32) {
     memory = room.data() + 1024 - (size_t)room.data() % 1024;
@@ -89,7 +89,7 @@ struct Cluster {
   int threads = 0;
   std::vector<Block*> blocks;
 };
-struct Product { float* d; u32 a[4]; u64 b; int columns, add; };  // of a warpgroup: emulated_products.h
+struct Product { float* d; u32 a[4]; u64 b; int columns, add; u64 left = 0; };  // of a warpgroup: emulated_products.h
 struct Fiber {
   ucontext_t context;  // of its start
   jmp_buf place;       // where it waits

@@ -4,7 +4,9 @@
 #include "emulated_numbers.h"
 
 namespace emu {
-inline void add_product(float*, int, u64, u64, int) { fail("a left operand in shared memory"); }
+inline void add_product(float* d, int columns, u64 a, u64 b, int add) {  // E4M3, both sides in shared memory
+  now->open_products.push_back({d, {}, b, columns, add, a | u64(1) << 63});
+}
 inline void add_product(float* d, int columns, const u32* a, u64 b, int add) {
   now->open_products.push_back({d, {a[0], a[1], a[2], a[3]}, b, columns, add});
 }
@@ -58,6 +60,17 @@ inline void finish_fp8(const Product& its) {
 }
 // Sums of another order than a GPU's, the same for all that computes them here.
 inline void finish(const Product& its) {
+  if (its.left) {
+    Product loaded = its;
+    for (int i = 0; i < 4; ++i) {
+      const int row = now->thread.x / 32 % 4 * 16 + lane() / 4 + i % 2 * 8;
+      u32 at = (u32(its.left & 0x3FFF) << 4) + row / 8 * 1024 + row % 8 * 128 + lane() % 4 * 4 + i / 2 * 16;
+      at ^= (at >> 7 & 7) << 4;
+      if (at + 4 > now->own->size) fail("an operand outside of shared memory", at);
+      std::memcpy(&loaded.a[i], now->own->memory + at, 4);
+    }
+    return finish_fp8(loaded);
+  }
 #ifdef FP8_PRODUCTS
   return finish_fp8(its);
 #endif
@@ -93,3 +106,11 @@ void product_wait() {
 }
 template <int COUNT>
 void keep_order(float (&)[COUNT]) {}
+
+template <class Input, int N>
+struct Product {
+  static void add(float (&d)[N / 2], emu::u64 a, emu::u64 b, int add) {
+    static_assert(Input::bytes == 1, "16-bit operands in shared memory");
+    emu::add_product(d, N, a, b, add);
+  }
+};

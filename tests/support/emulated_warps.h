@@ -39,28 +39,51 @@ inline void barrier_arrive(u32 at) {
   --its.arrivals;
   its.advance();
 }
-inline void finish_bulk(u32 at, const Copy& its) {
-  std::memcpy(its.to, its.from, its.bytes);
-  Transactions& barrier = now->own->barrier(at);
-  barrier.bytes -= its.bytes;
+inline void arrived(Block& block, u32 at, u32 bytes) {
+  Transactions& barrier = block.barrier(at);
+  barrier.bytes -= bytes;
   barrier.advance();
+}
+inline void do_bulk(Block& block, u32 barrier, std::function<void()> copy) {
+  copies_late && !block.barrier(barrier).waiting ? block.bulk.push_back({barrier, copy}) : copy();
 }
 inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   if ((size_t)from % 16 || bytes % 16 || to % 16) fail("a bulk copy is not aligned", to);
   if (to + bytes > now->own->size) fail("a bulk copy outside of shared memory", to);
-  const Copy its = {now->own->memory + to, (const u8*)from, bytes};
-  copies_late ? now->own->bulk.push_back({barrier, its}) : finish_bulk(barrier, its);
+  Block& block = *now->own;
+  do_bulk(block, barrier, [=, &block] {
+    std::memcpy(block.memory + to, from, bytes);
+    arrived(block, barrier, bytes);
+  });
+}
+// A box of 128 bytes a row, with the 128-byte swizzle. words: where the tensor begins, its rows, the bytes of one, rows of
+// a box, bytes of an element (emulated_warps.py).
+inline void copy_box(u32 to, const void* map, int column, int row, u32 barrier) {
+  const u64* words = (const u64*)map;
+  const u64 rows = words[1], width = words[2], count = words[3];
+  if (to % 1024 || to + count * 128 > now->own->size) fail("a box is not aligned, or outside of shared memory", to);
+  Block& block = *now->own;
+  do_bulk(block, barrier, [=, &block] {
+    for (u64 at = 0; at < count * 128; ++at) {
+      const u64 y = row + at / 128, x = column * words[4] + at % 128;
+      const bool is_inside = y < rows && x < width;
+      block.memory[to + (at ^ at / 128 % 8 << 4)] = is_inside ? ((const u8*)words[0])[y * width + x] : 0;
+    }
+    arrived(block, barrier, count * 128);
+  });
 }
 inline void barrier_wait(u32 at, u32 parity) {
   auto& bulk = now->own->bulk;
   for (size_t i = 0; i < bulk.size();) {
     if (bulk[i].first != at) { ++i; continue; }
-    const Copy its = bulk[i].second;
+    const auto copy = bulk[i].second;
     bulk.erase(bulk.begin() + i);
-    finish_bulk(at, its);
+    copy();
   }
   Transactions& its = now->own->barrier(at);
+  ++its.waiting;
   while (u32(its.phase & 1) == parity) wait_while(&its.phase, its.phase);
+  --its.waiting;
 }
 inline void store_remote(u32 at, std::initializer_list<float> x, u32 barrier) {
   store(at, x);
@@ -106,8 +129,30 @@ void load_matrices(u32* (&x)[N], u32 at, bool is_transposed) {  // N of 8 rows o
   }
   sync_warp();
 }
+inline void store_matrices(u32 at, std::initializer_list<u32> x) {  // four, transposed: 8 lanes' addresses each
+  std::memcpy(warp().shown[lane()], x.begin(), 16);
+  sync_warp();
+  u16 row[8];
+  for (int c = 0; c < 8; ++c) {
+    row[c] = u16(((const u32*)warp().shown[c * 4 + lane() % 8 / 2])[lane() / 8] >> lane() % 2 * 16);
+  }
+  std::memcpy(place(at, 16), row, 16);
+  sync_warp();
+}
+inline u32 pair_operation(const char* name, u32 a, u32 b) {
+  u32 y = 0;
+  const bool is_bf16 = std::strstr(name, ".bf16x2");
+  for (int i = 0; i < 32; i += 16) {
+    const float left = is_bf16 ? number(u32(u16(a >> i)) << 16) : from_half(u16(a >> i));
+    const float right = is_bf16 ? number(u32(u16(b >> i)) << 16) : from_half(u16(b >> i));
+    const float x = name[0] == 'm' ? left * right : name[0] == 'a' ? left + right : left - right;
+    y |= u32(is_bf16 ? bf16(x) : u16(halves(0.0f, x))) << i;
+  }
+  return y;
+}
 }  // namespace emu
 
+#define __grid_constant__
 #define threadIdx (emu::now->thread)
 #define blockIdx (emu::now->block)
 #define gridDim (emu::grid)
@@ -134,6 +179,7 @@ template <class T> T __shfl_up_sync(unsigned, T x, int step, int width = 32) {
 inline int __reduce_max_sync(unsigned, int x) { return emu::of_all(x, [](int a, int b) { return max(a, b); }); }
 inline int __reduce_min_sync(unsigned, int x) { return emu::of_all(x, [](int a, int b) { return min(a, b); }); }
 template <class T> T __ldcg(const T* at) { return *at; }
+template <class T> T __ldg(const T* at) { return *at; }
 template <class T> void __stcg(T* at, T x) { *at = x; }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
   const unsigned long long both = x | (unsigned long long)y << 32;
@@ -151,6 +197,7 @@ inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int atomicAdd(int* at, int x) { return (*at += x) - x; }
 inline unsigned __float_as_uint(float x) { return emu::bits(x); }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline float __int_as_float(int x) { return emu::number(x); }
 inline float __uint_as_float(unsigned x) { return emu::number(x); }
@@ -159,4 +206,5 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

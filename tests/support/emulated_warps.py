@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from llmctl.plugins.backends.cuda.compiler import PLUGINS
-from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch
+from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, TensorMap
 from support.emulated import compile_cpp
 
 _HEADERS = [
@@ -37,7 +37,12 @@ _PTX = {
         "({0} = emu::wide_pair({2}), {1} = emu::wide_pair({2} >> 16))"
     ),
     "sub.rn.f16x2": 'emu::fail("bytes of INT8")',
+    " %0, %1, %2;": "{0} = emu::pair_operation(INSTRUCTION, {1}, {2})",  # of pairs.cuh
+    "min.NaN.": 'emu::fail("a bound of a pair")',
+    "max.NaN.": 'emu::fail("a bound of a pair")',
     "ex2.approx.ftz.f32": "{0} = std::exp2({1})",
+    "rcp.approx.ftz.f32": "{0} = 1.0f / ({1})",
+    "createpolicy": "{0} = 0",
     "mbarrier.init": "emu::barrier_init({0}, {1})",
     "mbarrier.arrive.shared::cta": "emu::barrier_arrive({0})",
     "mbarrier.arrive.expect_tx": "emu::barrier_expect({0}, {1})",
@@ -47,6 +52,7 @@ _PTX = {
     "barrier.sync": "emu::sync_block({0}, {1})",
     "barrier.sync 1, 128": "emu::sync_block(1, 128)",
     "mov.u32 %0, %%nctaid.x": "{0} = emu::grid.x",
+    "bar.sync %0, 128": "emu::sync_block({0}, 128)",
     "bar.sync 1": "emu::sync_block(1, {0})",
     "bar.sync 2": "emu::sync_block(2, {0})",
     "bar.arrive 2": "emu::arrive_block(2, {0})",
@@ -62,6 +68,13 @@ _PTX = {
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0]": (
         "emu::copy_bulk({0}, {1}, {2}, {3})"
     ),
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint": (
+        "emu::copy_bulk({0}, {1}, {2}, {3})"
+    ),
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0]": (
+        "emu::copy_box({0}, {1}, {2}, {3}, {4})"
+    ),
+    "stmatrix.sync.aligned.m8n8.x4.trans": "emu::store_matrices({0}, {{{1}, {2}, {3}, {4}}})",
     "cp.async.wait_all": "(emu::commit(), emu::wait_for_groups(0))",
     "cp.async.commit_group": "emu::commit()",
     "cp.async.wait_group": "emu::wait_for_groups({0})",
@@ -79,6 +92,7 @@ _PTX = {
         "emu::multiply(TYPES, {0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9})"
     ),
     "{.reg .pred p;setp.ne.b32 p, %": "emu::add_product(d, N, a, b, add)",  # of long_batch.cu
+    "st.shared.u32": "emu::store<emu::u32>({0}, {{emu::u32({1})}})",
     "st.shared.f32": "emu::store<float>({0}, {{{1}}})",
     "st.shared.v2.f32": "emu::store<float>({0}, {{{1}, {2}}})",
     "st.shared.v2.u32": "emu::store<emu::u32>({0}, {{{1}, {2}}})",
@@ -89,6 +103,9 @@ _PTX = {
     "st.shared.v4.f32": "emu::store<float>({0}, {{{1}, {2}, {3}, {4}}})",
     "st.global.v4.u32": "*(uint4*){0} = {{{1}, {2}, {3}, {4}}}",
     "ld.shared.f32": "emu::load({1}, {0})",
+    "ld.shared.u32": "emu::load({1}, {0})",
+    "ld.shared.v4.u32": "emu::load({4}, {0}, {1}, {2}, {3})",
+    "st.release.gpu.global.s32 [%0], 1;": "*{0} = 1",
     "ld.shared.v2.f32": "emu::load({2}, {0}, {1})",
     "ld.shared.v2.u32": "emu::load({2}, {0}, {1})",
     "ld.shared.v4.f32": "emu::load({4}, {0}, {1}, {2}, {3})",
@@ -110,23 +127,28 @@ _NOTHING = (
     "griddepcontrol",
     "setmaxnreg",
     "prefetch.global.L2",
+    "prefetch.tensormap",
     "fence.mbarrier_init",
     "fence.proxy.async",
 )  # a CPU's order is that of the program
 # Of hopper.cuh and used by none of the kernels here.
 _UNKNOWN = (
-    "createpolicy",
     "cp.async.bulk",
-    "prefetch.tensormap",
     "mbarrier.arrive.shared::cluster",
+    # of all_reduce/meeting.cuh, which sums for other ranks need
+    "mov.u64 %0, %globaltimer",
+    "ld.relaxed.sys",
+    "ld.relaxed.gpu.global.u32",
+    "st.relaxed.sys",
+    "red.relaxed",
 )
 
 
 def as_cpp(source: str) -> str:
     """A source of `plugins` and what it includes. AssertionError where it has unknown PTX."""
     text = _included(source, set())
-    text = re.sub(r"extern __shared__ __align__\(\d+\) u8 memory\[\];",
-                  "u8* memory = emu::now->own->memory;", text)  # fmt: skip
+    text = re.sub(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];",
+                  r"u8* \1 = emu::now->own->memory;", text)  # fmt: skip
     found, at = [], 0
     for match in re.finditer(r"\basm(?: volatile)?\(", text):
         end = _closing(text, match.end())
@@ -197,10 +219,13 @@ def run(
     """One after the other, threads in an order that follows from the seed. is_late: copies are done
     when they are waited for. together: thread blocks along x that wait for each other, where they
     are no cluster."""
-    kinds = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
+    kinds = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
     for launch in launches:
         library, values = compiled(launch.spec), []
         for kind, value in zip(launch.spec.arguments, launch.arguments, strict=True):
+            if isinstance(value, TensorMap):
+                values.append(_box_words(value))
+                continue
             is_tensor = isinstance(value, torch.Tensor)
             values.append(ctypes.c_void_p(value.data_ptr()) if is_tensor else kinds[kind](value))
         pointers = [ctypes.cast(ctypes.pointer(each), ctypes.c_void_p) for each in values]
@@ -208,3 +233,13 @@ def run(
         library.launch(
             *launch.grid, at_once, seed, int(is_late), (ctypes.c_void_p * len(values))(*pointers)
         )
+
+
+def _box_words(box: TensorMap) -> ctypes.Array[ctypes.c_uint64]:
+    """What copy_box of emulated_warps.h reads, at a multiple of 64 bytes."""
+    x = box.tensor
+    room = (ctypes.c_uint64 * 24)()
+    words = (ctypes.c_uint64 * 16).from_buffer(room, -ctypes.addressof(room) % 64)
+    size = x.element_size()
+    words[:5] = [x.data_ptr(), x.shape[0], x.shape[1] * size, box.box_rows, size]
+    return words

@@ -93,8 +93,7 @@ def argument_values(call: OpCall, env: LaunchEnv, tokens: int) -> tuple[Argument
 
     values: list[Argument] = [weight, *weight.shape[:2], out]
     values += optional("weight_scale", "x_scale", "bias")
-    x_scale = call.inputs.get("x_scale")
-    values += [int(x_scale is not None and len(x_scale) > 1), tokens, out.shape[1]]
+    values += [int(scales_tokens(call)), tokens, out.shape[1]]
     if is_pushed(call):
         peers = env.peers
         assert peers is not None and peers.num_ranks == call.attributes["pushed_to"]
@@ -112,6 +111,12 @@ def is_pushed(call: OpCall) -> bool:
     """Whether the launches of a call hand its sums to other ranks. That is asked for with a
     `pushed_to`, which calls of a plan have that may (kernel.py)."""
     return "pushed_to" in call.attributes
+
+
+def scales_tokens(call: OpCall) -> bool:
+    """Whether each token has a scale of its own."""
+    x_scale = call.inputs.get("x_scale")
+    return x_scale is not None and len(x_scale) > 1
 
 
 def leaves_of(call: OpCall) -> int:

@@ -19,6 +19,7 @@ from llmctl.plugins.ops.packed_linear.arguments import (
     form_of,
     is_fp8,
     name_of,
+    scales_tokens,
     token_map,
     type_constants,
     type_words,
@@ -29,37 +30,37 @@ from llmctl.plugins.ops.packed_linear.forms import TILE_ROWS
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
-_WARPGROUPS = 2  # that multiply; a third one feeds them
 _BLOCK_BYTES = 8192
 _BARRIER_BYTES = 16  # full and empty, of one slot
-_STAGING_BYTES = _WARPGROUPS * 8192
-_TOKEN_BYTES = _WARPGROUPS * 8  # of a token: scale and position
+_STAGING_BYTES = 8192  # of a warpgroup
+_TOKEN_BYTES = 8  # of a token and warpgroup: scale and position
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """Tile shape and shared memory of one binary.
 
-    A tile is 128 * wg_tiles weight rows by `tokens`.
+    A tile is 64 * warpgroups * wg_tiles weight rows by `tokens`.
     """
 
     wg_tiles: int
     tokens: int
-    a_stages: int  # slots of 16 KiB: one packed block per warpgroup
-    b_stages: int  # slots of one token tile of 128 bytes
+    a_stages: int  # slots of one packed block per warpgroup
+    b_stages: int  # slots of one token tile of 128 bytes; with one row tile as many
     is_even: bool = False  # every thread block has the same part of all intervals of K
+    warpgroups: int = 2  # that multiply; another one feeds them
 
     @property
     def rows(self) -> int:
         """Weight rows of a tile."""
-        return _WARPGROUPS * TILE_ROWS * self.wg_tiles
+        return self.warpgroups * TILE_ROWS * self.wg_tiles
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory."""
-        slots = self.a_stages * _WARPGROUPS * _BLOCK_BYTES + self.b_stages * self.tokens * 128
+        slots = self.a_stages * self.warpgroups * _BLOCK_BYTES + self.b_stages * self.tokens * 128
         barriers = _BARRIER_BYTES * (self.a_stages + self.b_stages)
-        return slots + _STAGING_BYTES + _TOKEN_BYTES * self.tokens + barriers
+        return slots + self.warpgroups * (_STAGING_BYTES + _TOKEN_BYTES * self.tokens) + barriers
 
     @property
     def name(self) -> str:
@@ -70,12 +71,14 @@ class Variant:
 WIDE = Variant(wg_tiles=2, tokens=128, a_stages=6, b_stages=7)
 SQUARE = Variant(wg_tiles=1, tokens=128, a_stages=6, b_stages=6)
 NARROW = Variant(wg_tiles=1, tokens=64, a_stages=8, b_stages=8)
+SLIM = Variant(wg_tiles=1, tokens=128, a_stages=9, b_stages=9, warpgroups=1)
 LONG = Variant(wg_tiles=1, tokens=256, a_stages=4, b_stages=4)
 EVEN_SQUARE, EVEN_NARROW = (replace(each, is_even=True) for each in (SQUARE, NARROW))
 
 
 # Products a multiprocessor finishes per unit of time, relative to the widest tile (H200).
-_SPEED = {WIDE: 1.0, LONG: 1.0, SQUARE: 0.95, EVEN_SQUARE: 0.9, NARROW: 0.68, EVEN_NARROW: 0.66}
+_SPEED = {WIDE: 1.0, LONG: 1.0, SQUARE: 0.95, EVEN_SQUARE: 0.9}
+_SPEED |= {NARROW: 0.68, EVEN_NARROW: 0.66, SLIM: 0.74}
 _INTERVAL = 4  # chunks of a weight that are added before others
 _HANDOVER = 6  # intervals that it takes longer where sums are left to the next block
 _MOST_EVEN_TOKENS = 1024  # of a step with equal shares; of more there are many tiles
@@ -86,6 +89,8 @@ def variants_of(call: OpCall) -> tuple[Variant, ...]:
 
     A FP8 sum takes twice the registers, so 256 tokens are not held at once; float32 outputs, few as
     they are, have no wide tiles, and those that rotate would need more registers than there are.
+    Of the small tiles slim ones are faster, but have no use for 64 tokens or fewer, of which plain
+    products are the other kernel's.
     """
     if not is_fp8(call):
         return LONG, SQUARE, NARROW
@@ -93,8 +98,9 @@ def variants_of(call: OpCall) -> tuple[Variant, ...]:
         return SQUARE, NARROW
     if call.op == "packed_linear_swiglu":  # of many tiles, so that few tokens alone leave a rest
         return WIDE, SQUARE, NARROW, EVEN_NARROW
-    wide = () if call.op == "packed_linear_rope_kv" else (WIDE,)
-    return (*wide, SQUARE, EVEN_SQUARE, NARROW)
+    if call.op == "packed_linear_rope_kv":
+        return SQUARE, EVEN_SQUARE, NARROW
+    return WIDE, SQUARE, EVEN_SQUARE, SLIM
 
 
 def choose(call: OpCall, num_tokens: int, num_sms: int) -> Variant:
@@ -151,6 +157,7 @@ def prefill_spec(
 ) -> KernelSpec:
     """The binary of one call and tile shape. is_expanded: `expand_launch` makes its weight."""
     words = (call.op, "many", variant.name, *["expanded"] * is_expanded)
+    words += ("per_token",) * scales_tokens(call)
     handed = ("*fp32", "*i32") if variant.is_even else ()
     return KernelSpec(
         name=".".join((*words, *type_words(call, limits))),
@@ -164,9 +171,12 @@ def prefill_spec(
             "A_STAGES": variant.a_stages,
             "B_STAGES": variant.b_stages,
             "EVEN": int(variant.is_even),
+            "WARPGROUPS": variant.warpgroups,
+            "HAS_BIAS": int("bias" in call.inputs),
+            "PER_TOKEN": int(scales_tokens(call)),
         },
         entry="prefill",
-        num_warps=4 * (_WARPGROUPS + 1),
+        num_warps=4 * (variant.warpgroups + 1),
         shared_bytes=variant.shared_bytes,
     )
 

@@ -12,6 +12,9 @@ constexpr int LAST = WG_TILES - 1;  // row tile of a warpgroup
 constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int A_BYTES = WARPGROUPS * BLOCK_BYTES;
 constexpr int B_BYTES = TILE_TOKENS * 128;
+// With one row tile weights and tokens of a chunk are used together, and so have one ring and its barriers.
+constexpr bool ONE_RING = WG_TILES == 1;
+static_assert(!ONE_RING || A_STAGES == B_STAGES, "slots of one ring");
 
 struct Shared {
   u32 a, b, staging, values, a_full, a_empty, b_full, b_empty;
@@ -22,8 +25,8 @@ struct Shared {
     values = staging + WARPGROUPS * STAGING_BYTES;
     a_full = values + WARPGROUPS * TokenValues<TILE_TOKENS>::BYTES;
     a_empty = a_full + 8 * A_STAGES;
-    b_full = a_empty + 8 * A_STAGES;
-    b_empty = b_full + 8 * B_STAGES;
+    b_full = ONE_RING ? a_full : a_empty + 8 * A_STAGES;
+    b_empty = ONE_RING ? a_empty : b_full + 8 * B_STAGES;
   }
 };
 

@@ -49,7 +49,7 @@ struct TokenValues {
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
       const int at = threadIdx.x % 128 + 128 * i, token = token0 + at;
-      x_scale[i] = at < TOKENS ? load_x_scale(e, token) : 1.0f;
+      x_scale[i] = PER_TOKEN && at < TOKENS ? load_x_scale(e, token) : 1.0f;
 #if EPILOGUE == 2
       position[i] = at < TOKENS && token < e.tokens ? e.positions[token] : 0;
 #endif
@@ -60,7 +60,9 @@ struct TokenValues {
     for (int i = 0; i < PER_THREAD; ++i) {
       const u32 at = threadIdx.x % 128 + 128 * i;
       if (at < TOKENS) {
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(values + at * 4), "f"(x_scale[i]) : "memory");
+        if (PER_TOKEN) {
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(values + at * 4), "f"(x_scale[i]) : "memory");
+        }
         if (HAS_POSITIONS) {
           asm volatile("st.shared.u32 [%0], %1;" ::"r"(values + (TOKENS + at) * 4), "r"(position[i])
                        : "memory");

@@ -5,21 +5,69 @@
 // them, and of every eight tokens the two at 2 (lane % 4).
 #pragma once
 
+#include "backends/cuda/sm90/pairs.cuh"
 #include "ops/packed_linear/prefill_staging.cuh"
 #if EPILOGUE == 2
 #include "ops/packed_linear/prefill_rotate.cuh"
 #endif
 
+// Registers for the parts of two intervals; what rotates needs them for its cosines and sines.
+#define HAS_TWO_PARTS (WG_TILES == 1 && EPILOGUE != 2)
+
+// What the end of a row tile needs besides its sums, loaded before its last products.
+template <int TOKENS>
+struct Ahead {
+  RowConstants rows;
+#if EPILOGUE == 2
+  Stored<TOKENS> stored;
+#endif
+
+  DEVICE void load(const Epilogue& e, int row_tile, int row_tiles, int token0, u32 values,
+                   int warpgroup) {
+    rows = load_rows(e, min(row_tile, row_tiles - 1) * 4 + threadIdx.x % 128 / 32);
+    if (!PER_TOKEN && e.x_scale) {
+      const float x_scale = __ldg(e.x_scale);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) rows.scale[half] = __fmul_rn(x_scale, rows.scale[half]);
+    }
+#if EPILOGUE == 2
+    warpgroup_sync(warpgroup);  // positions are there
+    stored.load(e, row_tile, token0, values, 0);
+#endif
+  }
+};
+
+// What sums of a row are multiplied by and what is added, with the scale of a token.
+DEVICE float finish_sum(const RowConstants& rows, int half, float x_scale, float sum) {
+  const float scale = PER_TOKEN ? __fmul_rn(x_scale, rows.scale[half]) : rows.scale[half];
+  const float y = __fmul_rn(sum, scale);
+  return HAS_BIAS ? __fadd_rn(y, rows.bias[half]) : y;
+}
+
 #if EPILOGUE == 1
+
+// `swiglu` of epilogue_values.cuh for two tokens, from sums {gate, gate, up, up}.
+template <int TOKENS>
+DEVICE u32 swiglu_pair(const RowConstants& rows, u32 values, int at, const float* sums) {
+  float x_scale[2];
+  if (PER_TOKEN) TokenValues<TOKENS>::x_scales(values, at, x_scale);
+  float finished[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) finished[i] = finish_sum(rows, i / 2, x_scale[i % 2], sums[i]);
+  const u32 gates = MODEL_TYPE::pack_pair(finished[0], finished[1]);
+  const u32 ups = MODEL_TYPE::pack_pair(finished[2], finished[3]);
+  typedef Pairs<MODEL_TYPE> Pair;
+  const u32 activated = MODEL_TYPE::pack_pair(silu(Pair::low(gates)), silu(Pair::high(gates)));
+  return Pair::multiply(activated, ups);
+}
 
 // 64 packed rows produce 32 columns.
 template <int TOKENS>
-DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int row_tile,
-                       int row_tiles, int token0, u32 staging, u32 values, int warpgroup) {
+DEVICE void store_tile(const Epilogue& e, const Divisor& divisor, const Ahead<TOKENS>& ahead,
+                       const float (&sum)[TOKENS / 2], int row_tile, int row_tiles, int token0,
+                       u32 staging, u32 values, int warpgroup) {
   constexpr int UNITS = 4;  // of a token
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-  const Divisor divisor(e.scale);
-  const RowConstants rows = load_rows(e, min(row_tile, row_tiles - 1) * 4 + warp);
 #pragma unroll
   for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
     const int token1 = token0 + pass * STAGED_TOKENS;
@@ -29,16 +77,8 @@ DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int ro
       u32 fragment[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int octet = step * 4 + i;
-        float y[2], x_scale[2];
-        const int at = pass * STAGED_TOKENS + octet * 8 + lane % 4 * 2;
-        TokenValues<TOKENS>::x_scales(values, at, x_scale);
-#pragma unroll
-        for (int next = 0; next < 2; ++next) {
-          const float* sums = &sum[(pass * 8 + octet) * 4 + next];
-          y[next] = swiglu(e, rows, x_scale[next], sums[0], sums[2]);
-        }
-        fragment[i] = MODEL_TYPE::pack_pair(y[0], y[1]);
+        const int octet = pass * 8 + step * 4 + i, at = octet * 8 + lane % 4 * 2;
+        fragment[i] = swiglu_pair<TOKENS>(ahead.rows, values, at, &sum[octet * 4]);
       }
       store_transposed(staged(staging, step * 32 + lane, warp), fragment);
     }
@@ -64,14 +104,14 @@ DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int ro
 
 // The sums of two adjacent tokens and two rows (r, r + 8), scaled, before the last rounding.
 template <int TOKENS>
-DEVICE void finish_sums(const Epilogue& e, const RowConstants& rows, u32 values, int at,
-                        const float* sums, float (&low)[2], float (&high)[2]) {
+DEVICE void finish_sums(const RowConstants& rows, u32 values, int at, const float* sums,
+                        float (&low)[2], float (&high)[2]) {
   float x_scale[2];
-  TokenValues<TOKENS>::x_scales(values, at, x_scale);
+  if (PER_TOKEN) TokenValues<TOKENS>::x_scales(values, at, x_scale);
 #pragma unroll
   for (int next = 0; next < 2; ++next) {
-    low[next] = finish(e, rows, 0, x_scale[next], sums[next]);
-    high[next] = finish(e, rows, 1, x_scale[next], sums[2 + next]);
+    low[next] = finish_sum(rows, 0, x_scale[next], sums[next]);
+    high[next] = finish_sum(rows, 1, x_scale[next], sums[2 + next]);
   }
 }
 
@@ -107,14 +147,16 @@ DEVICE void store_unit(const Epilogue& e, u32 staging, int line, int first_unit,
 #endif
 
 template <int TOKENS>
-DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int row_tile,
-                       int row_tiles, int token0, u32 staging, u32 values, int warpgroup) {
+DEVICE void store_tile(const Epilogue& e, const Divisor&, Ahead<TOKENS>& ahead,
+                       const float (&sum)[TOKENS / 2], int row_tile, int row_tiles, int token0,
+                       u32 staging, u32 values, int warpgroup) {
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-  const int group = min(row_tile, row_tiles - 1) * 4 + warp;
-  const RowConstants rows = load_rows(e, group);
 #pragma unroll
   for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
     const int token1 = token0 + pass * STAGED_TOKENS;
+#if EPILOGUE == 2
+    if (pass > 0) ahead.stored.load(e, row_tile, token1, values, pass * STAGED_TOKENS);
+#endif
     warpgroup_sync(warpgroup);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
@@ -123,7 +165,7 @@ DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int ro
       for (int i = 0; i < 2; ++i) {
         const int octet = step * 2 + i, at = octet * 8 + lane % 4 * 2;
         float low[2], high[2];
-        finish_sums<TOKENS>(e, rows, values, pass * STAGED_TOKENS + at,
+        finish_sums<TOKENS>(ahead.rows, values, pass * STAGED_TOKENS + at,
                             &sum[(pass * 8 + octet) * 4], low, high);
         if constexpr (OUT_TYPE::bytes == 4) {  // eight rows of float32 already are a whole sector
           store_floats(e, row_tile * 64 + warp * 16 + lane / 4, token1 + at, low, high);
@@ -138,10 +180,8 @@ DEVICE void store_tile(const Epilogue& e, const float (&sum)[TOKENS / 2], int ro
       }
     }
 #if EPILOGUE == 2
-    Stored<TOKENS> stored;
-    stored.load(e, row_tile, token1, values, pass * STAGED_TOKENS);
     warpgroup_sync(warpgroup);
-    if (row_tile < row_tiles) stored.store(e, row_tile, token1, staging);
+    if (row_tile < row_tiles) ahead.stored.store(e, row_tile, token1, staging);
 #else
     warpgroup_sync(warpgroup);
     if constexpr (OUT_TYPE::bytes != 4) {

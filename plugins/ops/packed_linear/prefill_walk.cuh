@@ -1,9 +1,8 @@
 // The tiles of a step of the kernel for many tokens, and which of them a thread block computes.
 //
-// Macros: WG_TILES, TILE_TOKENS, and EVEN (1: all thread blocks have equal shares of K).
+// Macros: WARPGROUPS (that multiply), WG_TILES, TILE_TOKENS, and EVEN (1: all thread blocks have equal shares of K).
 #pragma once
 
-constexpr int WARPGROUPS = 2;
 constexpr int INTERVAL = INPUT_TYPE::bytes == 1 ? 4 : 1;  // chunks between which row tiles alternate
 constexpr int GROUP_TOKENS = 2048;  // token tiles that use the weights at the same time
 

@@ -4,8 +4,8 @@
 #include "ops/packed_linear/epilogue.cuh"
 
 // Division by a scale that is the same for many values: the quotient __fdiv_rn gives, because one
-// correction with a correctly rounded reciprocal rounds correctly (Markstein). Infinity and the
-// sign of zero are preserved.
+// correction with a correctly rounded reciprocal rounds correctly (Markstein). Infinity is preserved, and the
+// sign of zero, as what is too much is taken away rather than what is missing added.
 struct Divisor {
   float scale, reciprocal;
   DEVICE explicit Divisor(const float* pointer) {
@@ -14,9 +14,8 @@ struct Divisor {
   }
   DEVICE float divide(float x) const {
     const float quotient = __fmul_rn(x, reciprocal);
-    const float better = __fmaf_rn(__fmaf_rn(-quotient, scale, x), reciprocal, quotient);
-    const float size = fabsf(quotient);
-    return size > 0.0f && size < __uint_as_float(0x7F800000) ? better : quotient;
+    const float better = __fmaf_rn(__fmaf_rn(quotient, scale, -x), -reciprocal, quotient);
+    return fabsf(quotient) < __uint_as_float(0x7F800000) ? better : quotient;
   }
 };
 

@@ -58,6 +58,7 @@ def library(variant: Variant, folder: Path) -> ctypes.CDLL:
     source, binary = folder / f"{variant.name}.cpp", folder / f"{variant.name}.so"
     source.write_text(SOURCE)
     macros = {
+        "WARPGROUPS": variant.warpgroups,
         "WG_TILES": variant.wg_tiles,
         "TILE_TOKENS": variant.tokens,
         "EVEN": int(variant.is_even),
