@@ -4,7 +4,7 @@
 // generation.cu. There the 64 rows of a product are mostly empty when every request has one token;
 // here keys are the rows of products and the request's COLUMNS query rows their columns, and a warp
 // keeps everything except the tiles in registers. Tiles are loaded by asynchronous copies into a ring of
-// SLOTS; four warps per multiprocessor are enough to keep the memory busy.
+// SLOTS; WARPS to a multiprocessor together keep the memory busy.
 //
 // A long context is divided into parts of about part_tiles tiles, one warp each. A work item (`unit` in the
 // code, see tiles.py) is a range of tiles with its own softmax state. The first part merges its work items;
@@ -16,7 +16,7 @@
 //
 // Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two), COLUMNS (8 | 16: at least the rows
-// of a request), SLOTS, QUERY_BYTES (of shared memory; 0: queries stay in registers), UNIT (tiles
+// of a request), SLOTS, WARPS, QUERY_BYTES (of shared memory; 0: queries stay in registers), UNIT (tiles
 // of the first work items), MOST_UNIT (of the last ones), TOGETHER, K_SCALE, V_SCALE, STATIC.
 // Grid: parts, KV heads, requests. One warp per block.
 
@@ -56,7 +56,7 @@ DEVICE void store_apart(OUT_TYPE::Storage* row, int i, u32 pair) {
   to[value_dimension(i, 1) - value_dimension(i, 0)] = OUT_TYPE::Storage(pair >> bits);
 }
 
-extern "C" __global__ void __launch_bounds__(32, 4)
+extern "C" __global__ void __launch_bounds__(32, WARPS)
     batch(const MODEL_TYPE::Storage* q, const float* k_scale, const float* v_scale,
           const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
           const int* position_ids, const int* cu_q, const int* kv_lens, const int* block_tables,

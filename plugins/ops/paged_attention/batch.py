@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 COLUMNS = (8, 16)  # of a tensor-core instruction, and two of them: rows of a request
 MAX_ROWS = COLUMNS[-1]
 # Keys and values in flight to a warp, bytes; at least three tiles of each. Four warps per
-# multiprocessor then keep the memory busy, and there is no room for more.
-_RING_BYTES = 48 << 10
-_WARPS_PER_SM = 4
+# multiprocessor then keep the memory busy. Of more requests eight do, with half as much each: more
+# others hide what one waits for when it begins and ends.
+_RING_BYTES = {4: 48 << 10, 8: 24 << 10}
+_LEAST_TILES = 3  # of a ring
+_WARPS_PER_SM, _MANY_WARPS_PER_SM = _RING_BYTES
 FEW_GROUPS = 16  # of requests and KV heads: split over thread blocks that wait for each other
 LONG = 4096  # tokens of a context beyond which it is divided as finely as there are warps
 
@@ -60,12 +62,28 @@ def batch_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     groups = limits.max_batch_size * int(call.attributes["num_kv_heads"])
     if groups <= FEW_GROUPS and limits.max_seq_len <= LONG:
         return []
-    return [
-        batch_spec(call, limits, columns, together)
-        for fewer, columns in pairwise((0, *COLUMNS))
-        if columns >= group and most > fewer
-        for together in ((False, True) if limits.max_seq_len > LONG else (False,))
-    ]
+    found = []
+    for fewer, columns in pairwise((0, *COLUMNS)):
+        if columns < group or most <= fewer:
+            continue
+        found.append(batch_spec(call, limits, columns))
+        if limits.max_seq_len > LONG:
+            found.append(batch_spec(call, limits, columns, together=True))
+        if are_many(call, limits, columns, groups):
+            found.append(batch_spec(call, limits, columns, _MANY_WARPS_PER_SM))
+    return found
+
+
+def are_many(call: OpCall, limits: StepLimits, columns: int, groups: int) -> bool:
+    """Whether eight warps to a multiprocessor serve so many requests times KV heads: more than four
+    would take at once, of few rows, and with tiles small enough for a ring of half the size."""
+    has_room = _LEAST_TILES * _tile_bytes(call, limits) <= _RING_BYTES[_MANY_WARPS_PER_SM]
+    return groups > _WARPS_PER_SM * limits.num_sms and columns == COLUMNS[0] and has_room
+
+
+def _tile_bytes(call: OpCall, limits: StepLimits) -> int:
+    """Of a tile's keys, or values."""
+    return KEYS * int(call.attributes["head_size"]) * (1 if limits.kv_dtype in (FP8, "int8") else 2)
 
 
 def batch_launch(
@@ -110,7 +128,9 @@ def batch_launch(
         max_entries,
     )
     grid = (max(num_parts, 1), heads, num_requests)
-    return Launch(batch_spec(call, env.limits, columns, together), grid, arguments)
+    many = are_many(call, env.limits, columns, groups)
+    warps = _MANY_WARPS_PER_SM if many else _WARPS_PER_SM
+    return Launch(batch_spec(call, env.limits, columns, warps, together=together), grid, arguments)
 
 
 def is_long(limits: StepLimits, max_kv_len: int) -> bool:
@@ -133,18 +153,24 @@ def _part_tiles(tiles: int, groups: int, num_sms: int) -> int:
 
 
 def batch_spec(
-    call: OpCall, limits: StepLimits, columns: int, together: bool = False
+    call: OpCall,
+    limits: StepLimits,
+    columns: int,
+    warps: int = _WARPS_PER_SM,
+    *,
+    together: bool = False,
 ) -> KernelSpec:
-    """One binary. together: all its warps run at once, and merge long contexts together."""
-    size = int(call.attributes["head_size"])
+    """One binary. warps: of a multiprocessor. together: all its warps run at once, and merge long
+    contexts together."""
+    size, tile_bytes = int(call.attributes["head_size"]), _tile_bytes(call, limits)
     words, constants = source_variant(call, limits)
-    tile_bytes = KEYS * size * (1 if limits.kv_dtype in (FP8, "int8") else 2)
-    slots = max(_RING_BYTES // tile_bytes, 3)
+    slots = max(_RING_BYTES[warps] // tile_bytes, _LEAST_TILES)
     query_bytes = columns * size * 2 if columns > COLUMNS[0] and size == 128 else 0
-    constants |= {"COLUMNS": columns, "SLOTS": slots, "QUERY_BYTES": query_bytes}
+    constants |= {"COLUMNS": columns, "SLOTS": slots, "WARPS": warps, "QUERY_BYTES": query_bytes}
     constants |= {"TOGETHER": together}
+    words += [f"c{columns}", *["all"] * together, *["many"] * (warps > _WARPS_PER_SM)]
     return KernelSpec(
-        name=".".join(["paged_attention.batch", *words, f"c{columns}"] + ["all"] * together),
+        name=".".join(["paged_attention.batch", *words]),
         source="ops/paged_attention/batch.cu",
         arguments=(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 3),
         constants=constants,
