@@ -22,6 +22,7 @@ _BODIES = {  # functions of the source, in C++
         "for (int i = 0; i < 4; ++i) y |= u32(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;"
         "return y;"
     ),
+    "upper_half": "return which >> 16 | which & 0xffff0000;",
     "load_shared": "uint4 x; std::memcpy(&x, memory + at, 16); return x;",
     "load_shared_pair": "uint2 x; std::memcpy(&x, memory + at, 8); return x;",
     "make_mxfp4_table": (

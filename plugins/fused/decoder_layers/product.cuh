@@ -87,10 +87,7 @@ DEVICE void start_chunk(u32 weights, u32 tokens, int chunk, float (&part)[S::OPE
 
 // The same for 4-bit weights.
 template <class S>
-DEVICE void start_expanded(const Mxfp4Chunk& weights, u32 tokens, int chunk,
-                           float (&part)[S::OPERAND_ROWS / 2]) {
-  u32 a[8][4];
-  weights.expand(0, a);
+DEVICE void start_expanded(const u32 (&a)[8][4], u32 tokens, int chunk, float (&part)[S::OPERAND_ROWS / 2]) {
   product_fence();
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
@@ -100,53 +97,115 @@ DEVICE void start_expanded(const Mxfp4Chunk& weights, u32 tokens, int chunk,
   product_commit();
 }
 
-// A ring unit of 4-bit weights. Each chunk has its own registers, and no register that a running product reads
-// is written: so no product waits, and the second chunk is expanded while the first is multiplied.
-template <class S>
-DEVICE void multiply_expanded(const Shared& shared, u32 slot, u32 parity, u32 stage, u32 tokens,
-                              float (&part)[S::OPERAND_ROWS / 2]) {
-  const u32 octets = stage + threadIdx.x / 32 % 4 * (2 * MXFP4_OCTET_BYTES);
-  barrier_wait(shared.full + 8 * (2 * slot), parity);
-  barrier_wait(shared.full + 8 * (2 * slot + 1), parity);
-  const Mxfp4Chunk first(shared.table, octets), second(shared.table, octets + BLOCK_BYTES);
-  start_expanded<S>(first, tokens, 0, part);
-  start_expanded<S>(second, tokens, 1, part);
-}
-
-// Multiplies the block's ring units by the tokens in shared memory; `taken` counts units of the ring. Two
-// groups of four warps (`team`) process units alternately. If the ring has an even number of slots, a slot is
-// always used by the same team. If it is odd, or if units are held, the slot's previous unit belonged to the
-// other team, and a barrier two passes behind has the same parity; so the unit is only waited for once the unit
-// before last is there, whose chunks are only loaded after those before them.
+// A unit of the ring. Two groups of four warps (`team`) process units alternately. If the ring has an even number of
+// slots, a slot is always used by the same team. If it is odd, or if units are held, the slot's previous unit belonged
+// to the other team, and a barrier two passes behind has the same parity; so a unit is only waited for once the team's
+// unit before it is there, whose chunks are only loaded after those before them.
 constexpr int SEEN_BEFORE = CHUNKS * (STAGES - 2);
 static_assert((STAGES % 2 == 0 && HELD == 0) || (IN_FLIGHT_SMALL <= SEEN_BEFORE && IN_FLIGHT_AHEAD <= SEEN_BEFORE &&
                                   IN_FLIGHT <= SEEN_BEFORE),
               "a slot's turn before may be missing: scripts/profile/ring_model.py");
+struct Unit {
+  u32 number, slot;
+  DEVICE explicit Unit(u32 number_) : number(number_), slot(number_ % STAGES) {}
+  DEVICE u32 weights(const Shared& shared, int chunk) const {
+    return shared.ring + slot * UNIT_BYTES + chunk * BLOCK_BYTES;
+  }
+  DEVICE void wait(const Shared& shared, int chunk) const {
+    barrier_wait(shared.full + 8 * (CHUNKS * slot + chunk), number / STAGES & 1);
+  }
+};
+
+// The sums of a share's u-th unit, whose slot may be filled again.
 template <class S>
-DEVICE void multiply(const Shared& shared, const Share<S>& share, int team, u32& taken) {
+DEVICE void finish_unit(const Shared& shared, const Unit& unit, int u, float (&part)[S::OPERAND_ROWS / 2]) {
   const int lane = threadIdx.x % 32;
-  const int units = share.count * S::UNITS;
+  product_wait<0>();
+  keep_order(part);
+  if (lane == 0) barrier_arrive(shared.empty + 8 * unit.slot);
+  store_sums<S>(shared.sums<S>() + u * SUM_BYTES + lane / 4 * 4, part);
+}
+template <class S>
+DEVICE u32 tokens_of(const Shared& shared, int u) {
+  return shared.tokens + u % S::UNITS * S::OPERAND_BYTES;
+}
+
+// Units of a share: the u-th, the one after the next, ...; the share's first is number `taken` of the ring.
+template <class S>
+DEVICE void multiply_units(const Shared& shared, int u, int units, u32 taken) {
 #pragma unroll 1
-  for (int u = S::HELD_UNITS + ((team ^ taken ^ S::HELD_UNITS) & 1); u < units; u += 2) {
-    const u32 number = taken + u, slot = number % STAGES;
-    const u32 stage = shared.ring + slot * UNIT_BYTES;
-    const u32 tokens = shared.tokens + u % S::UNITS * S::OPERAND_BYTES;
+  for (; u < units; u += 2) {
+    const Unit unit(taken + u);
     float part[S::OPERAND_ROWS / 2];
     keep_order(part);
-    if constexpr (MXFP4) {
-      multiply_expanded<S>(shared, slot, number / STAGES & 1, stage, tokens, part);
-    } else {
 #pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) {
-        barrier_wait(shared.full + 8 * (CHUNKS * slot + c), number / STAGES & 1);
-        start_chunk<S>(stage + c * BLOCK_BYTES, tokens, c, part);
-      }
+    for (int c = 0; c < CHUNKS; ++c) {
+      unit.wait(shared, c);
+      start_chunk<S>(unit.weights(shared, c), tokens_of<S>(shared, u), c, part);
     }
-    product_wait<0>();
-    keep_order(part);
-    if (lane == 0) barrier_arrive(shared.empty + 8 * slot);
-    store_sums<S>(shared.sums<S>() + u * SUM_BYTES + lane / 4 * 4, part);
+    finish_unit<S>(shared, unit, u, part);
   }
+}
+
+// The same for 4-bit weights. With one token, while a chunk is multiplied the next one is expanded, also that of the next
+// unit; with two, registers do not suffice for that. Each chunk of a unit has registers of its own, for those that a
+// running product reads must not be written.
+template <class S>
+DEVICE void multiply_coded_units(const Shared& shared, int u, int units, u32 taken) {
+  constexpr bool IS_AHEAD = TOKENS == 1;
+  if (u >= units) return;
+  const u32 rows = threadIdx.x / 32 % 4 * (2 * MXFP4_OCTET_BYTES);  // of the warp
+  u32 first[8][4], second[8][4];
+  const auto wait = [&](const Unit& unit) { unit.wait(shared, 0), unit.wait(shared, 1); };
+  const auto load = [&](const Unit& unit, int chunk) {
+    return Mxfp4Chunk(shared.table, unit.weights(shared, chunk) + rows);
+  };
+  const auto start = [&](const Mxfp4Chunk& chunk, float (&part)[S::OPERAND_ROWS / 2]) {
+    keep_order(part);
+    start_expanded<S>(first, tokens_of<S>(shared, u), 0, part);
+    chunk.expand(0, second);
+    start_expanded<S>(second, tokens_of<S>(shared, u), 1, part);
+  };
+  if constexpr (IS_AHEAD) {
+    Unit unit(taken + u);
+    wait(unit);
+    load(unit, 0).expand(0, first);
+#pragma unroll 1
+    for (; u + 2 < units; u += 2) {
+      float part[S::OPERAND_ROWS / 2];
+      start(load(unit, 1), part);
+      const Unit next(taken + u + 2);
+      wait(next);
+      const Mxfp4Chunk chunk = load(next, 0);
+      product_wait<1>();
+      chunk.expand(0, first);
+      finish_unit<S>(shared, unit, u, part);
+      unit = next;
+    }
+    float part[S::OPERAND_ROWS / 2];
+    start(load(unit, 1), part);
+    finish_unit<S>(shared, unit, u, part);
+  } else {
+#pragma unroll 1
+    for (; u < units; u += 2) {
+      const Unit unit(taken + u);
+      wait(unit);
+      const Mxfp4Chunk chunk = load(unit, 0), other = load(unit, 1);
+      chunk.expand(0, first);
+      float part[S::OPERAND_ROWS / 2];
+      start(other, part);
+      finish_unit<S>(shared, unit, u, part);
+    }
+  }
+}
+
+// Multiplies the block's ring units by the tokens in shared memory; `taken` counts units of the ring.
+template <class S>
+DEVICE void multiply(const Shared& shared, const Share<S>& share, int team, u32& taken) {
+  const int units = share.count * S::UNITS;
+  const int first = S::HELD_UNITS + ((team ^ taken ^ S::HELD_UNITS) & 1);
+  if constexpr (MXFP4) multiply_coded_units<S>(shared, first, units, taken);
+  else multiply_units<S>(shared, first, units, taken);
   taken += units;
   if (S::HELD_UNITS > 0) holders_meet<SUMS_ARE_THERE>();
   else meet();

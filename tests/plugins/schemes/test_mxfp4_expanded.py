@@ -43,6 +43,13 @@ def test_every_code_at_every_step(library: ctypes.CDLL, step: int) -> None:
     assert torch.equal(found, expand(codes, steps).view(torch.uint8))
 
 
+def test_magnitudes_are_moved_by_a_multiplication_that_keeps_them() -> None:
+    """`upper_half` multiplies halves of words by one: all that magnitudes make are finite."""
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16) & 0x7777
+    product = halves.view(torch.float16).numpy() * 1
+    assert torch.equal(torch.from_numpy(product).view(torch.int16), halves)
+
+
 def test_no_byte_of_a_slot_leads_outside_of_the_table(library: ctypes.CDLL) -> None:
     """As in slots that were not filled: the emulation's memory ends the process beyond its end."""
     packed = torch.full((1, 1, ROWS, 136), 255, dtype=torch.uint8)
