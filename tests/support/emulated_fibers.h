@@ -89,7 +89,7 @@ struct Cluster {
   int threads = 0;
   std::vector<Block*> blocks;
 };
-struct Product { float* d; u32 a[4]; u64 b; int columns, add; u64 left = 0; };  // of a warpgroup: emulated_products.h
+struct Product { float* d; u32 a[4]; u64 b; int columns, add; u64 left = 0; bool is_e4m3 = false; };  // of a warpgroup: emulated_products.h
 struct Fiber {
   ucontext_t context;  // of its start
   jmp_buf place;       // where it waits

@@ -4,20 +4,24 @@
 #include "emulated_numbers.h"
 
 namespace emu {
-inline void add_product(float* d, int columns, u64 a, u64 b, int add) {  // E4M3, both sides in shared memory
-  now->open_products.push_back({d, {}, b, columns, add, a | u64(1) << 63});
+inline void add_product(float* d, int columns, u64 a, u64 b, int add, bool is_e4m3 = false) {  // both in shared memory
+  now->open_products.push_back({d, {}, b, columns, add, a | u64(1) << 63, is_e4m3});
 }
 inline void add_product(float* d, int columns, const u32* a, u64 b, int add) {
   now->open_products.push_back({d, {a[0], a[1], a[2], a[3]}, b, columns, add});
 }
-// A 16-bit number of a right operand: rows of 128 bytes with the 128-byte swizzle, atoms of eight as far apart as it says.
+// A 16-bit number of a right operand: rows of 128 bytes with the 128-byte swizzle, atoms of eight as far apart as it says. Of
+// a transposed one, which says how far apart 64 of its rows are, lines of 128 bytes are numbers k.
 inline float of_operand(u64 operand, int row, int k) {
   static const std::vector<float> numbers = [] {
     std::vector<float> all(1 << 16);
     for (u32 h = 0; h < 1 << 16; ++h) all[h] = from_half(u16(h));
     return all;
   }();
-  u32 at = (u32(operand & 0x3FFF) << 4) + row / 8 * (u32(operand >> 32 & 0x3FFF) << 4) + row % 8 * 128 + k * 2;
+  u32 at = u32(operand & 0x3FFF) << 4;
+  const u32 far = u32(operand >> 32 & 0x3FFF) << 4, beside = u32(operand >> 16 & 0x3FFF) << 4;
+  if (beside > 16) at += row / 64 * beside + k / 8 * far + k % 8 * 128 + row % 64 * 2;
+  else at += row / 8 * far + row % 8 * 128 + k * 2;
   at ^= (at >> 7 & 7) << 4;
   if (at + 2 > now->own->size) fail("an operand outside of shared memory", at);
   return numbers[*(const u16*)(now->own->memory + at)];
@@ -59,18 +63,17 @@ inline void finish_fp8(const Product& its) {
   sync_warp();
 }
 // Sums of another order than a GPU's, the same for all that computes them here.
-inline void finish(const Product& its) {
+inline void finish(Product its) {
   if (its.left) {
-    Product loaded = its;
     for (int i = 0; i < 4; ++i) {
       const int row = now->thread.x / 32 % 4 * 16 + lane() / 4 + i % 2 * 8;
       u32 at = (u32(its.left & 0x3FFF) << 4) + row / 8 * 1024 + row % 8 * 128 + lane() % 4 * 4 + i / 2 * 16;
       at ^= (at >> 7 & 7) << 4;
       if (at + 4 > now->own->size) fail("an operand outside of shared memory", at);
-      std::memcpy(&loaded.a[i], now->own->memory + at, 4);
+      std::memcpy(&its.a[i], now->own->memory + at, 4);
     }
-    return finish_fp8(loaded);
   }
+  if (its.is_e4m3) return finish_fp8(its);
 #ifdef FP8_PRODUCTS
   return finish_fp8(its);
 #endif
@@ -111,6 +114,6 @@ template <class Input, int N>
 struct Product {
   static void add(float (&d)[N / 2], emu::u64 a, emu::u64 b, int add) {
     static_assert(Input::bytes == 1, "16-bit operands in shared memory");
-    emu::add_product(d, N, a, b, add);
+    emu::add_product(d, N, a, b, add, true);
   }
 };

@@ -55,6 +55,7 @@ _PTX = {
     "bar.sync %0, 128": "emu::sync_block({0}, 128)",
     "bar.sync 1": "emu::sync_block(1, {0})",
     "bar.sync 2": "emu::sync_block(2, {0})",
+    "barrier.arrive": "emu::arrive_block({0}, {1})",
     "bar.arrive 2": "emu::arrive_block(2, {0})",
     "mapa": "{0} = emu::remote({1}, {2})",
     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4": (
