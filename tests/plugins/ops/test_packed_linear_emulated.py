@@ -68,7 +68,7 @@ def found_by(name: str, variant: Variant, seed: int) -> list[torch.Tensor]:
     return [tensor.view(torch.uint8).clone() for tensor in written]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["per token with bias", "swiglu", "rope"])
 def test_every_tile_shape_gives_the_same_bits(name):
     call = example_of(name).call
     first, *others = variants_of(call)
