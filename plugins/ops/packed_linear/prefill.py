@@ -73,12 +73,15 @@ SQUARE = Variant(wg_tiles=1, tokens=128, a_stages=6, b_stages=6)
 NARROW = Variant(wg_tiles=1, tokens=64, a_stages=8, b_stages=8)
 SLIM = Variant(wg_tiles=1, tokens=128, a_stages=9, b_stages=9, warpgroups=1)
 LONG = Variant(wg_tiles=1, tokens=256, a_stages=4, b_stages=4)
-EVEN_SQUARE, EVEN_NARROW = (replace(each, is_even=True) for each in (SQUARE, NARROW))
+THIN = Variant(wg_tiles=1, tokens=64, a_stages=12, b_stages=12, warpgroups=1)
+EVEN_SQUARE, EVEN_NARROW, EVEN_THIN = (
+    replace(each, is_even=True) for each in (SQUARE, NARROW, THIN)
+)
 
 
 # Products a multiprocessor finishes per unit of time, relative to the widest tile (H200).
 _SPEED = {WIDE: 1.0, LONG: 1.0, SQUARE: 0.95, EVEN_SQUARE: 0.9}
-_SPEED |= {NARROW: 0.68, EVEN_NARROW: 0.66, SLIM: 0.74}
+_SPEED |= {NARROW: 0.68, EVEN_NARROW: 0.66, SLIM: 0.74, THIN: 0.59, EVEN_THIN: 0.62}
 _INTERVAL = 4  # chunks of a weight that are added before others
 _HANDOVER = 6  # intervals that it takes longer where sums are left to the next block
 _MOST_EVEN_TOKENS = 1024  # of a step with equal shares; of more there are many tiles
@@ -89,8 +92,7 @@ def variants_of(call: OpCall) -> tuple[Variant, ...]:
 
     A FP8 sum takes twice the registers, so 256 tokens are not held at once; float32 outputs, few as
     they are, have no wide tiles, and those that rotate would need more registers than there are.
-    Of the small tiles slim ones are faster, but have no use for 64 tokens or fewer, of which plain
-    products are the other kernel's.
+    Of small tiles those of one warpgroup are faster, for 64 tokens thin ones.
     """
     if not is_fp8(call):
         return LONG, SQUARE, NARROW
@@ -99,8 +101,8 @@ def variants_of(call: OpCall) -> tuple[Variant, ...]:
     if call.op == "packed_linear_swiglu":  # of many tiles, so that few tokens alone leave a rest
         return WIDE, SQUARE, NARROW, EVEN_NARROW
     if call.op == "packed_linear_rope_kv":
-        return SQUARE, EVEN_SQUARE, NARROW
-    return WIDE, SQUARE, EVEN_SQUARE, SLIM
+        return SQUARE, EVEN_SQUARE, NARROW, THIN, EVEN_THIN
+    return WIDE, SQUARE, EVEN_SQUARE, SLIM, THIN
 
 
 def choose(call: OpCall, num_tokens: int, num_sms: int) -> Variant:
@@ -111,6 +113,8 @@ def choose(call: OpCall, num_tokens: int, num_sms: int) -> Variant:
     def cost(variant: Variant) -> float:
         if variant.is_even and num_tokens > _MOST_EVEN_TOKENS:
             return math.inf
+        if variant.rows == variant.tokens == TILE_ROWS < num_tokens:
+            return math.inf  # it reads as many bytes of tokens as of weights
         units = _units(variant, num_tokens, row_tiles)
         blocks = _blocks(variant, num_tokens, row_tiles, num_sms)
         each = float(-(-units // blocks))

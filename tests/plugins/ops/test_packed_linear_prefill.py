@@ -24,10 +24,12 @@ from llmctl.plugins.ops.packed_linear.layout import packed_shape
 from llmctl.plugins.ops.packed_linear.prefill import (
     EVEN_NARROW,
     EVEN_SQUARE,
+    EVEN_THIN,
     LONG,
     NARROW,
     SLIM,
     SQUARE,
+    THIN,
     WIDE,
     Variant,
     choose,
@@ -221,6 +223,14 @@ def test_gate_and_up_of_few_tokens_leave_no_last_wave_nearly_empty():
         call = make_call("packed_linear_swiglu", FP8, FP8, rows=rows, inner=inner)
         assert choose(call, 64, 132) == wanted
         assert not choose(call, 65, 132).is_even
+
+
+def test_tiles_of_one_warpgroup_give_all_multiprocessors_work_for_few_tokens():
+    for rows, inner, wanted in ((10240, 8192, EVEN_THIN), (6144, 4096, THIN)):
+        rotates = make_call("packed_linear_rope_kv", FP8, BF16, rows=rows, inner=inner)
+        assert choose(rotates, 64, 132) == choose(rotates, 33, 132) == wanted
+        assert choose(rotates, 65, 132) not in (THIN, EVEN_THIN)
+    assert choose(make_call("packed_linear", FP8, BF16, rows=8192, inner=8192), 64, 132) == THIN
 
 
 def test_wide_tiles_wait_until_there_are_enough_of_them():

@@ -13,7 +13,15 @@ import pytest
 
 from llmctl.plugins.backends.cpu.compile import find_compiler
 from llmctl.plugins.backends.cuda.compiler import PLUGINS
-from llmctl.plugins.ops.packed_linear.prefill import EVEN_NARROW, EVEN_SQUARE, SQUARE, WIDE, Variant
+from llmctl.plugins.ops.packed_linear.prefill import (
+    EVEN_NARROW,
+    EVEN_SQUARE,
+    EVEN_THIN,
+    SQUARE,
+    THIN,
+    WIDE,
+    Variant,
+)
 
 NUM_SMS, INTERVAL = 132, 4
 SOURCE = """
@@ -88,7 +96,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("chunks", [1, 5, 32])
 @pytest.mark.parametrize("row_tiles", [7, 96, 161])
 @pytest.mark.parametrize("tokens", [65, 300, 900])
-@pytest.mark.parametrize("variant", [SQUARE, WIDE, EVEN_SQUARE, EVEN_NARROW], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "variant", [SQUARE, WIDE, THIN, EVEN_SQUARE, EVEN_NARROW, EVEN_THIN], ids=lambda v: v.name
+)
 def test_every_chunk_of_every_tile_is_computed_once(variant, tokens, row_tiles, chunks, folder):
     token_tiles = -(-tokens // variant.tokens)
     row_blocks = -(-row_tiles * 64 // variant.rows)
