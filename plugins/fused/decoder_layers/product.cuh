@@ -147,50 +147,61 @@ DEVICE void multiply_units(const Shared& shared, int u, int units, u32 taken) {
   }
 }
 
-// The same for 4-bit weights. With one token, while a chunk is multiplied the next one is expanded, also that of the next
-// unit; with two, registers do not suffice for that. Each chunk of a unit has registers of its own, for those that a
+// 4-bit weights: whether chunks are expanded ahead of their products. For two tokens there are not enough registers.
+constexpr bool IS_AHEAD = MXFP4 && TOKENS == 1;
+
+DEVICE void wait_for_unit(const Shared& shared, const Unit& unit) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) unit.wait(shared, c);
+}
+DEVICE Mxfp4Chunk load_coded(const Shared& shared, const Unit& unit, int chunk) {
+  const u32 rows = threadIdx.x / 32 % 4 * (2 * MXFP4_OCTET_BYTES);  // of the warp
+  return Mxfp4Chunk(shared.table, unit.weights(shared, chunk) + rows);
+}
+DEVICE void expand_first(const Shared& shared, const Unit& unit, u32 (&first)[8][4]) {
+  wait_for_unit(shared, unit);
+  load_coded(shared, unit, 0).expand(0, first);
+}
+
+// The same for 4-bit weights. While a chunk is multiplied the next one is expanded, also that of the next unit; `first`
+// is that of unit `u`, expanded before its tokens came. Each chunk of a unit has registers of its own, for those that a
 // running product reads must not be written.
 template <class S>
-DEVICE void multiply_coded_units(const Shared& shared, int u, int units, u32 taken) {
-  constexpr bool IS_AHEAD = TOKENS == 1;
+DEVICE void multiply_coded_units(const Shared& shared, int u, int units, u32 taken, u32 (&first)[8][4]) {
   if (u >= units) return;
-  const u32 rows = threadIdx.x / 32 % 4 * (2 * MXFP4_OCTET_BYTES);  // of the warp
-  u32 first[8][4], second[8][4];
-  const auto wait = [&](const Unit& unit) { unit.wait(shared, 0), unit.wait(shared, 1); };
-  const auto load = [&](const Unit& unit, int chunk) {
-    return Mxfp4Chunk(shared.table, unit.weights(shared, chunk) + rows);
-  };
+  u32 second[8][4];
+  const u32 same = tokens_of<S>(shared, u);
   const auto start = [&](const Mxfp4Chunk& chunk, float (&part)[S::OPERAND_ROWS / 2]) {
     keep_order(part);
-    start_expanded<S>(first, tokens_of<S>(shared, u), 0, part);
+    // With two units to a group of rows, all of a team's have the same tokens: their addresses are kept.
+    const u32 tokens = S::UNITS == 2 ? same : tokens_of<S>(shared, u);
+    start_expanded<S>(first, tokens, 0, part);
     chunk.expand(0, second);
-    start_expanded<S>(second, tokens_of<S>(shared, u), 1, part);
+    start_expanded<S>(second, tokens, 1, part);
   };
   if constexpr (IS_AHEAD) {
     Unit unit(taken + u);
-    wait(unit);
-    load(unit, 0).expand(0, first);
 #pragma unroll 1
     for (; u + 2 < units; u += 2) {
       float part[S::OPERAND_ROWS / 2];
-      start(load(unit, 1), part);
+      start(load_coded(shared, unit, 1), part);
       const Unit next(taken + u + 2);
-      wait(next);
-      const Mxfp4Chunk chunk = load(next, 0);
+      wait_for_unit(shared, next);
+      const Mxfp4Chunk chunk = load_coded(shared, next, 0);
       product_wait<1>();
       chunk.expand(0, first);
       finish_unit<S>(shared, unit, u, part);
       unit = next;
     }
     float part[S::OPERAND_ROWS / 2];
-    start(load(unit, 1), part);
+    start(load_coded(shared, unit, 1), part);
     finish_unit<S>(shared, unit, u, part);
   } else {
 #pragma unroll 1
     for (; u < units; u += 2) {
       const Unit unit(taken + u);
-      wait(unit);
-      const Mxfp4Chunk chunk = load(unit, 0), other = load(unit, 1);
+      wait_for_unit(shared, unit);
+      const Mxfp4Chunk chunk = load_coded(shared, unit, 0), other = load_coded(shared, unit, 1);
       chunk.expand(0, first);
       float part[S::OPERAND_ROWS / 2];
       start(other, part);
@@ -199,12 +210,17 @@ DEVICE void multiply_coded_units(const Shared& shared, int u, int units, u32 tak
   }
 }
 
+// The first of a share's units that a team processes.
+template <class S>
+DEVICE int first_unit(int team, u32 taken) {
+  return S::HELD_UNITS + ((team ^ taken ^ S::HELD_UNITS) & 1);
+}
+
 // Multiplies the block's ring units by the tokens in shared memory; `taken` counts units of the ring.
 template <class S>
-DEVICE void multiply(const Shared& shared, const Share<S>& share, int team, u32& taken) {
-  const int units = share.count * S::UNITS;
-  const int first = S::HELD_UNITS + ((team ^ taken ^ S::HELD_UNITS) & 1);
-  if constexpr (MXFP4) multiply_coded_units<S>(shared, first, units, taken);
+DEVICE void multiply(const Shared& shared, const Share<S>& share, int team, u32& taken, u32 (&expanded)[8][4]) {
+  const int units = share.count * S::UNITS, first = first_unit<S>(team, taken);
+  if constexpr (MXFP4) multiply_coded_units<S>(shared, first, units, taken, expanded);
   else multiply_units<S>(shared, first, units, taken);
   taken += units;
   if (S::HELD_UNITS > 0) holders_meet<SUMS_ARE_THERE>();
@@ -264,8 +280,13 @@ DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& t
   typename End::Token token = {};
   if (item.is_real) End::load(e, item.group_of_16(), item.token, rows, token);
   const int team = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform in the warp, and so are addresses
+  u32 expanded[8][4];  // of 4-bit weights, what needs no tokens
+  if constexpr (IS_AHEAD) {
+    const int first = first_unit<S>(team, taken);
+    if (first < share.count * S::UNITS) expand_first(shared, Unit(taken + first), expanded);
+  }
   bring(share.count > 0, token);
-  multiply<S>(shared, share, team, taken);
+  multiply<S>(shared, share, team, taken, expanded);
   if (item.is_real) {
     float sum[Item<S>::ROWS];
     item.add_up(shared, sum);
