@@ -14,8 +14,8 @@
 #endif
 #include "ops/packed_linear/epilogue_values.cuh"
 
-// A kernel that writes the cache lets later kernels start only after its own wait. So these may read what
-// earlier steps cached before their own wait (verification.cu).
+// A kernel that writes the cache lets later kernels start only after its own wait. So these may read the numbers of the
+// step and what earlier steps cached before their own wait (verification.cu, tree.cu).
 constexpr bool WRITES_CACHE = EPILOGUE == 2;
 
 // The kernel parameters that fill an Epilogue, in the order of `epilogue_arguments` (kernel.py).

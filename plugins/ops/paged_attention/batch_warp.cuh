@@ -5,7 +5,7 @@
 // products of the other kernels: the same 16 products at a time, in the same order.
 #pragma once
 
-#include "ops/paged_attention/units.cuh"
+#include "ops/paged_attention/widen.cuh"
 
 constexpr bool IS_BYTE = KV_TYPE::bytes == 1;
 constexpr int LINE = SIZE * KV_TYPE::bytes;  // bytes of a key
@@ -125,35 +125,7 @@ DEVICE u32 transpose(u32 x) {  // of an 8 x 8 matrix of 16-bit numbers
   return y;
 }
 
-// ---- conversion to the operand types of products ----
-
-// Bytes 0 and 1, and bytes 2 and 3, as two pairs of float16.
-template <class Type>
-struct Widen {  // 16-bit values need no conversion
-  static DEVICE void pairs(u32, u32&, u32&) {}
-};
-template <>
-struct Widen<E4M3> {
-  static DEVICE void pairs(u32 x, u32& low, u32& high) {
-    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\n"
-        "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
-        : "=r"(low), "=r"(high)
-        : "r"(x));
-  }
-};
-template <>
-struct Widen<INT8> {  // 1024 to 2048 are 1 apart in float16: 0x6400 and an offset byte, less 1152
-  static DEVICE u32 pair(u32 x, u32 which) {
-    u32 y;
-    asm("sub.rn.f16x2 %0, %1, %2;"
-        : "=r"(y)
-        : "r"(__byte_perm(x ^ 0x80808080u, 0x64646464u, which)), "r"(0x64806480u));
-    return y;
-  }
-  static DEVICE void pairs(u32 x, u32& low, u32& high) {
-    low = pair(x, 0x4140), high = pair(x, 0x4342);
-  }
-};
+// ---- products ----
 
 template <class Type>
 struct Multiply;
@@ -265,34 +237,38 @@ using SumsOf = float[C][N][4];
 constexpr int CHUNKS_PER_STEP = CHUNKS / STEPS;  // 16 dimensions of bytes are a chunk
 
 template <int N, int C, class Keys>
-DEVICE void multiply_values(SumsOf<N, C>& sums, const u32 (&weights)[C][BLOCKS][2],
-                            const Keys& keys, int first = 0) {
+DEVICE void multiply_block(SumsOf<N, C>& sums, const u32 (&weights)[C][BLOCKS][2], const Keys& keys,
+                           int block, int first = 0) {
 #pragma unroll
-  for (int block = 0; block < BLOCKS; ++block) {
+  for (int chunk = 0; chunk < N * CHUNKS_PER_STEP; chunk += 2) {
+    u32 x[4];
+    if (N * CHUNKS_PER_STEP == 1) {
+      load_one_transposed(x, keys.at(block, first));
+    } else {
+      load_transposed(x, keys.at(block, first * CHUNKS_PER_STEP + chunk));
+    }
 #pragma unroll
-    for (int chunk = 0; chunk < N * CHUNKS_PER_STEP; chunk += 2) {
-      u32 x[4];
-      if (N * CHUNKS_PER_STEP == 1) {
-        load_one_transposed(x, keys.at(block, first));
+    for (int half = 0; half < (IS_BYTE && N > 1 ? 2 : 1); ++half) {
+      u32 a[4];
+      if (IS_BYTE) {  // a lane has two dimensions of two keys: pair the keys
+        Widen<KV_TYPE>::pairs(__byte_perm(x[2 * half], 0, 0x3120), a[0], a[1]);
+        Widen<KV_TYPE>::pairs(__byte_perm(x[2 * half + 1], 0, 0x3120), a[2], a[3]);
       } else {
-        load_transposed(x, keys.at(block, first * CHUNKS_PER_STEP + chunk));
+        a[0] = x[0], a[1] = x[2], a[2] = x[1], a[3] = x[3];
       }
 #pragma unroll
-      for (int half = 0; half < (IS_BYTE && N > 1 ? 2 : 1); ++half) {
-        u32 a[4];
-        if (IS_BYTE) {  // a lane has two dimensions of two keys: pair the keys
-          Widen<KV_TYPE>::pairs(__byte_perm(x[2 * half], 0, 0x3120), a[0], a[1]);
-          Widen<KV_TYPE>::pairs(__byte_perm(x[2 * half + 1], 0, 0x3120), a[2], a[3]);
-        } else {
-          a[0] = x[0], a[1] = x[2], a[2] = x[1], a[3] = x[3];
-        }
-#pragma unroll
-        for (int n = 0; n < C; ++n) {
-          const auto& w = weights[n][block];
-          Multiply<Inner>::add(sums[n][IS_BYTE ? chunk + half : chunk / 2], a[0], a[1], a[2], a[3],
-                               w[0], w[1]);
-        }
+      for (int n = 0; n < C; ++n) {
+        const auto& w = weights[n][block];
+        Multiply<Inner>::add(sums[n][IS_BYTE ? chunk + half : chunk / 2], a[0], a[1], a[2], a[3],
+                             w[0], w[1]);
       }
     }
   }
+}
+
+template <int N, int C, class Keys>
+DEVICE void multiply_values(SumsOf<N, C>& sums, const u32 (&weights)[C][BLOCKS][2],
+                            const Keys& keys, int first = 0) {
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) multiply_block(sums, weights, keys, block, first);
 }

@@ -161,12 +161,38 @@ struct Copied {
   }
 };
 
+#if !FP8_PRODUCTS  // where each warpgroup loads its own
+
+// Loads an item's queries by four warps, COUNT of a thread's pieces at a time.
+template <int COUNT>
+DEVICE void bring_queries(const Shared& shared, const Item& item, const MODEL_TYPE::Storage* q,
+                          int slot, u32 thread) {
+  constexpr int PER_ROW = SIZE / 8, ROW_STEP = THREADS / PER_ROW;
+  const int first_row = thread / PER_ROW, piece = thread % PER_ROW;
+#pragma unroll 1
+  for (int some = first_row; some < 64 * WARPGROUPS; some += COUNT * ROW_STEP) {
+    uint4 x[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {  // a row past the end is a copy of the last row
+      const int row = min(some + i * ROW_STEP, item.rows - 1);
+      const int at = (item.head * GROUP + row % GROUP) * SIZE + piece * 8;
+      load_piece(x[i], q + (long long)(item.token + row / GROUP) * (HEADS * GROUP * SIZE) + at);
+    }
+    const u32 target = shared.queries(slot, some / 64) + piece / 8 * HALF_BYTES;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int row = some % 64 + i * ROW_STEP;
+      store_shared(target + row * 128 + ((piece % 8 ^ (row & 7)) << 4), to_inner(x[i].x),
+                   to_inner(x[i].y), to_inner(x[i].z), to_inner(x[i].w));
+    }
+  }
+}
+
+#endif
+
 // Loads queries and parameters of an item; an item without tiles means that there are no more.
 DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE::Storage* q,
                        u32 nth) {
-  constexpr int PER_ROW = SIZE / 8, ROW_STEP = THREADS / PER_ROW, COUNT = 4;  // at a time
-  const u32 thread = thread_from_here();
-  const int first_row = thread / PER_ROW, piece = thread % PER_ROW;
   barrier_wait(shared.empty_item(nth % 2), nth / 2 % 2 ^ 1);
   if (threadIdx.x == 0) {
     volatile Item& to = shared.item(nth % 2);
@@ -177,26 +203,8 @@ DEVICE void bring_item(const Shared& shared, const Item& item, const MODEL_TYPE:
     to.tiles = item.tiles;
     to.limit = item.limit;
   }
-#if !FP8_PRODUCTS  // where each warpgroup loads its own
-  if (item.tiles > 0) {
-#pragma unroll 1
-    for (int some = first_row; some < 64 * WARPGROUPS; some += COUNT * ROW_STEP) {
-      uint4 x[COUNT];
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) {  // a row past the end is a copy of the last row
-        const int row = min(some + i * ROW_STEP, item.rows - 1);
-        const int at = (item.head * GROUP + row % GROUP) * SIZE + piece * 8;
-        load_piece(x[i], q + (long long)(item.token + row / GROUP) * (HEADS * GROUP * SIZE) + at);
-      }
-      const u32 target = shared.queries(nth % 2, some / 64) + piece / 8 * HALF_BYTES;
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) {
-        const int row = some % 64 + i * ROW_STEP;
-        store_shared(target + row * 128 + ((piece % 8 ^ (row & 7)) << 4), to_inner(x[i].x),
-                     to_inner(x[i].y), to_inner(x[i].z), to_inner(x[i].w));
-      }
-    }
-  }
+#if !FP8_PRODUCTS
+  if (item.tiles > 0) bring_queries<4>(shared, item, q, nth % 2, thread_from_here());
 #endif
   shared_fence();
   tell(shared.full_item(nth % 2));

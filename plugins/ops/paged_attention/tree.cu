@@ -7,6 +7,10 @@
 // shared memory, and the computing warps merge and store. Where the root's work item begins before the root's tile, the
 // computing warps hand it to the others, which go on.
 //
+// Step numbers and the tiles before the root's are older than the kernel that writes the step's keys, which lets this
+// one start once what came before it is there (WRITES_CACHE in epilogue.cuh). So only warps that read queries or
+// the step's own keys wait.
+//
 // A tile takes about 1.1 us, because its products, its softmax and its merge follow each other. Verification.cu
 // is faster while its thread blocks, of up to 24 rows, run at once; this kernel is for steps of more rows.
 //
@@ -26,15 +30,10 @@ DEVICE int last_seen(const Part& part, const int* position_ids, int num_tokens) 
   return min(__reduce_max_sync(~0u, position), part.paths.numbers.limit - 1);
 }
 
-// Brings the part's queries, and keys and values before the root's tile.
-DEVICE void load_tiles(const Shared& shared, const Part& part, const Sources& from) {
+// Brings keys and values before the root's tile. They are of earlier steps, so nothing is waited for.
+DEVICE void load_tiles(const Shared& shared, const Part& part, Loader& loader) {
   if (part.tiles == 0) return;
   const Item item = part.item();
-  Loader loader;
-  loader.cache = from.cache, loader.tables = from.block_tables;
-  loader.aim(part.head, part.request * from.table_stride);
-  loader.load_pages(0, pages_of(item.limit));
-  bring_item(shared, item, from.q, 0);
   Ring<STAGES> ring;
   Converted tiles;
   tiles.begin(loader, item);
@@ -42,11 +41,15 @@ DEVICE void load_tiles(const Shared& shared, const Part& part, const Sources& fr
 }
 
 // The merged state of all keys.
-DEVICE void attend_all(const Shared& shared, const TailShared& tail, const Part& part, float scale,
-                       State& all) {
+DEVICE void attend_all(const Shared& shared, const TailShared& tail, const Part& part,
+                       const Sources& from, float scale, State& all) {
   State unit;
   all.clear();
+  wait_for_dependencies();
   if (part.tiles > 0) {
+    bring_queries<8>(shared, part.item(), from.q, 0, thread_from_here() - THREADS);
+    shared_fence();
+    tell(shared.full_item(0));
     barrier_wait(shared.full_item(0), 0);
     Rings rings;
     attend<Softening>(shared, rings, shared.queries(0, 0), part.tiles, part.tiles, {}, scale, all, unit);
@@ -80,33 +83,45 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
   const TailShared tail(memory);
   init_barriers(shared, THREADS / 32);
   __syncthreads();
-  wait_for_dependencies();
   Part part;
   part.request = blockIdx.z, part.head = blockIdx.y % HEADS;
   part.first_token = blockIdx.y / HEADS * TOKENS;
+  const bool loads = threadIdx.x < THREADS;
+  Loader loader;
+  loader.cache = cache, loader.tables = block_tables;
+  if (loads) {  // the first tile's pages together with the step's numbers
+    loader.aim(part.head, part.request * table_stride);
+    loader.load_pages(0, table_stride);
+  }
   const columns::StepTrees trees = {tree_start, tree_root, paths, path_stride};
   part.paths.start(trees.load_numbers(cu_q, kv_lens, part.request));
   const Numbers& numbers = part.paths.numbers;
   const int count = numbers.end - numbers.start;
-  if (count > max_tokens || part.first_token >= count || numbers.limit <= 0) return;
+  if (count > max_tokens || part.first_token >= count || numbers.limit <= 0) {
+    wait_for_dependencies();  // who waits for this kernel waits for those before it, too
+    return;
+  }
   part.tiles = min(columns::TreePaths::first_tile(numbers), table_stride * TOKENS_PER_BLOCK / KEYS);
-  part.all_tiles = max(last_seen(part, position_ids, num_tokens) / KEYS, part.tiles) + 1;
-  part.all_tiles = min(part.all_tiles, part.tiles + WINDOW_TILES);
+  part.all_tiles = part.tiles;
+  if (!loads) {
+    part.all_tiles = max(last_seen(part, position_ids, num_tokens) / KEYS, part.tiles) + 1;
+    part.all_tiles = min(part.all_tiles, part.tiles + WINDOW_TILES);
+  }
   const Sources from = {q,     cache,        position_ids, block_tables,
                         trees, table_stride, num_pages,    num_tokens};
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
-  if (threadIdx.x < THREADS) {  // of 512 registers for four threads: 88, 208, 104, 104
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-    load_tiles(shared, part, from);
+  if (loads) {  // of 512 registers for four threads: 72, 208, 112, 112
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    load_tiles(shared, part, loader);
   } else if (threadIdx.x < THREADS + 128) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
     State all;
-    attend_all(shared, tail, part, scale, all);
+    attend_all(shared, tail, part, from, scale, all);
     const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
     const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
     store(all, part.item(), out, value_scale, quanta);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 112;");
     attend_tail(tail, shared.queries(1, 0), part, from, scale);
   }
 }

@@ -25,17 +25,12 @@ static_assert(!TREE || (8 % GROUP == 0 && WINDOW_PAGES <= 32), "whole tokens in 
 
 typedef StateOf<STEPS, 1> ColumnState;
 
-// Rows of the window that a token's keys of a tile are read from.
+// Rows of the window that a token's keys of 16 are read from: the address of the lane's key, and its chunk 0.
 struct PathKeys {
-  u32 rows[BLOCKS];  // addresses of the lane's key of each 16, and its chunk 0
+  u32 row;
 
-  DEVICE u32 at(int block, int chunk) const { return rows[block] ^ (chunk << 4); }
-  DEVICE void look_up(u32 window, const u8* table) {
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) {
-      rows[b] = window + place(table[16 * b + lane_id() % 16], lane_id() / 16);
-    }
-  }
+  DEVICE PathKeys(u32 window, int its_row) : row(window + place(its_row, lane_id() / 16)) {}
+  DEVICE u32 at(int, int chunk) const { return row ^ (chunk << 4); }
 };
 
 // Which requests of a step have trees: arrays as in `DeviceStep`. No request does where `stride` is 0.
@@ -53,6 +48,70 @@ struct StepTrees {
 // The positions of a warp's tokens; -1 where there is no token.
 struct ColumnTokens {
   int positions[BLOCK_TOKENS];
+};
+
+// A tile of the tail, and the tokens of a warp's columns. Of 16 keys that two tokens read from the same rows, as
+// they do before the root, one product is for both; otherwise each token has its own, and the other's columns of it
+// are not used.
+static_assert(BLOCK_TOKENS * BLOCKS <= 32, "a bit for each token and block");
+struct ColumnTile {
+  const int* sees;  // the last key that each column sees
+  const u8 (*table)[WINDOW_KEYS];
+  int tile, first;  // the tile's first key in the window
+
+  // The next token from `token` on that sees keys of the tile.
+  DEVICE int next(int token) const {
+    while (token < BLOCK_TOKENS && sees[token * GROUP] < tile * KEYS) ++token;
+    return token;
+  }
+  DEVICE int row(int token, int block) const {
+    return table[token][first + 16 * block + lane_id() % 16];
+  }
+  // Whether the lane's column 2 (lane % 4) + c of logits is one of the token's.
+  static DEVICE bool is_own(int token, int c) { return (lane_id() % 4 * 2 + c) / GROUP == token; }
+  // The token of the lane's column of weights.
+  static DEVICE int own_token() { return lane_id() / 4 / GROUP; }
+  static DEVICE u32 bit(int token, int block) { return 1u << (token * BLOCKS + block); }
+
+  // Logits of all columns. `base`: the first token that sees the tile. Returns which tokens read other rows than that
+  // one, and in which blocks of 16 keys.
+  DEVICE u32 find_logits(LogitsOf<BLOCKS, 1>& logits, const Queries& queries, u32 window,
+                         int base) const {
+    u32 differs = 0;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+      const int its = row(base, b);
+#pragma unroll 1
+      for (int t = base; t < BLOCK_TOKENS; t = next(t + 1)) {
+        const int other = row(t, b);
+        if (t > base && !__any_sync(~0u, other != its)) continue;
+        if (t > base) differs |= bit(t, b);
+        LogitsOf<1, 1> own;
+        multiply_keys(own, queries, PathKeys(window, other));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (t == base || is_own(t, i % 2)) logits[0][b][i] = own[0][0][i];
+        }
+      }
+    }
+    return differs;
+  }
+  // Adds values times weights; blocks in order, as every column's sums are.
+  DEVICE void add_values(SumsOf<STEPS, 1>& sums, const u32 (&weights)[1][BLOCKS][2], u32 window,
+                         int base, u32 differs) const {
+    const u32 own = differs >> own_token() * BLOCKS;  // blocks that the token of the lane's weights reads by itself
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+#pragma unroll 1
+      for (int t = base; t < BLOCK_TOKENS; ++t) {
+        if (t > base && !(differs & bit(t, b))) continue;
+        const bool is_its = t == base ? !(own >> b & 1) : own_token() == t;
+        u32 its[1][BLOCKS][2];
+        its[0][b][0] = is_its ? weights[0][b][0] : 0, its[0][b][1] = is_its ? weights[0][b][1] : 0;
+        multiply_block(sums, its, PathKeys(window, row(t, b)), b);
+      }
+    }
+  }
 };
 
 // A request's tail.
@@ -151,29 +210,16 @@ struct TreePaths {
     const int2 seen = *(const int2*)(sees + lane_id() % 4 * 2);
 #pragma unroll 1
     for (; tile < end; ++tile) {
-#pragma unroll 1
-      for (int t = 0; t < BLOCK_TOKENS; ++t) {
-        const int position = sees[t * GROUP];
-        if (position < tile * KEYS) continue;
-        const u8* rows = table[t] + (tile * KEYS - first);
-        PathKeys keys;
-        keys.look_up(window, rows);
-        LogitsOf<BLOCKS, 1> logits;
-        multiply_keys(logits, queries, keys);
-        const bool is_own = lane_id() % 4 * 2 / GROUP == t || GROUP == 1;
-        int last[1][2] = {{seen.x - tile * KEYS, seen.y - tile * KEYS}};
-        if (GROUP == 1) {
-          if (lane_id() % 4 * 2 != t) last[0][0] = -1;
-          if (lane_id() % 4 * 2 + 1 != t) last[0][1] = -1;
-        } else if (!is_own) {
-          last[0][0] = last[0][1] = -1;
-        }
-        u32 weights[1][BLOCKS][2];
-        soften(state, logits, weights, last, scale, true, is_first);
-        keys.look_up(window + WINDOW_BYTES, rows);
-        multiply_values(state.sums, weights, keys);
-        is_first = false;
-      }
+      const ColumnTile its = {sees, table, tile, tile * KEYS - first};
+      const int base = its.next(0);
+      if (base == BLOCK_TOKENS) continue;  // no token sees it
+      LogitsOf<BLOCKS, 1> logits;
+      const u32 differs = its.find_logits(logits, queries, window, base);
+      const int last[1][2] = {{seen.x - tile * KEYS, seen.y - tile * KEYS}};
+      u32 weights[1][BLOCKS][2];
+      soften(state, logits, weights, last, scale, true, is_first);
+      its.add_values(state.sums, weights, window + WINDOW_BYTES, base, differs);
+      is_first = false;
     }
   }
 };

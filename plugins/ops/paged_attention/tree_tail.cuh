@@ -140,42 +140,41 @@ DEVICE void attend_tail(const TailShared& shared, u32 query_operands, const Part
   const columns::ColumnTokens tokens =
       part.paths.load_tokens(from.position_ids, first_token, from.num_tokens);
   if (block == 0) columns::TreePaths::clear_row(shared.window);
-  part.paths.copy_window<TAIL_THREADS>(shared.window, thread, from.cache, part.head, page,
-                                       from.table_stride, from.num_pages);
   part.paths.find_rows(shared.rows, tokens, from.trees, first_token, first_nth);
-  const u32 queries_at = query_operands + block * (STEPS * 256);
-  stage_columns(queries_at, from.q, item, block);
   if (lane < 8) {
     const int row = 8 * block + lane, token = item.token + row / GROUP;
     const bool is_real = row < item.rows && token < from.num_tokens;
     const int last = part.paths.numbers.limit - 1;
     shared.seen[row] = is_real ? min(load_int(from.position_ids + token), last) : -1;
   }
+  wait_for_dependencies();  // for the step's own keys and values, and queries
+  part.paths.copy_window<TAIL_THREADS>(shared.window, thread, from.cache, part.head, page,
+                                       from.table_stride, from.num_pages);
+  const u32 queries_at = query_operands + block * (STEPS * 256);
+  stage_columns(queries_at, from.q, item, block);
   columns::wait_for_copies<0>();
   meet<TAIL, TAIL_THREADS>();
   columns::Queries queries;
   queries.start(queries_at);
-  const auto add = [&](columns::ColumnState& state, int tile, int end, bool is_first) {
-    part.paths.add_tiles(state, shared.window, queries, shared.seen + 8 * block,
-                         shared.rows + first_nth, tile, end, scale, is_first);
-  };
-  int unit = part.paths.root_unit();
+  int unit = part.paths.root_unit(), tile = part.tiles;
+  bool goes_on = part.goes_on();
   columns::ColumnState state;
   state.clear();
-  if (part.goes_on()) {
+  if (goes_on) {
     meet<UNIT_STOPPED>();
     load_columns(state, shared.handed, block);
     __syncwarp();
   }
-  add(state, part.tiles, min(unit_start(unit + 1), part.all_tiles), !part.goes_on());
-  store_columns(shared.handed, state, block);
-  arrive<UNIT_DONE>();
 #pragma unroll 1
-  while (part.has_unit(++unit)) {
-    state.clear();
-    add(state, unit_start(unit), min(unit_start(unit + 1), part.all_tiles), true);
-    meet<UNIT_MERGED>();
+  while (true) {  // in one place: between other kernels, instructions are far away
+    part.paths.add_tiles(state, shared.window, queries, shared.seen + 8 * block,
+                         shared.rows + first_nth, tile, min(unit_start(unit + 1), part.all_tiles),
+                         scale, !goes_on);
+    if (unit > part.paths.root_unit()) meet<UNIT_MERGED>();
     store_columns(shared.handed, state, block);
     arrive<UNIT_DONE>();
+    if (!part.has_unit(++unit)) return;
+    state.clear();
+    tile = unit_start(unit), goes_on = false;
   }
 }

@@ -38,7 +38,7 @@ def test_products_are_of_tensor_core_groups_and_chains_spill_nothing(sizes):
     for spec, binary, code in compile_all(specs):
         is_tree = spec.constants["TREE"]
         assert "HGMMA" in code and bool(re.search(r"\bHMMA", code)) == is_tree
-        assert binary.local_bytes <= 64 * is_tree, "a few numbers of warps that have ended"
+        assert binary.local_bytes <= 80 * is_tree, "a few numbers of warps that have ended"
         assert "ACQBULK" in code and "PREEXIT" in code, "launches are ordered"
         assert binary.shared_bytes <= 227 * 1024
 
