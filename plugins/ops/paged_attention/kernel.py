@@ -55,7 +55,11 @@ from llmctl.plugins.ops.paged_attention.launch_arguments import (
     partials,
 )
 from llmctl.plugins.ops.paged_attention.long import long_launch, long_specs
-from llmctl.plugins.ops.paged_attention.long_batch import long_batch_launch, long_batch_specs
+from llmctl.plugins.ops.paged_attention.long_batch import (
+    is_faster_for_one,
+    long_batch_launch,
+    long_batch_specs,
+)
 from llmctl.plugins.ops.paged_attention.source_specs import SHORT, group_size
 from llmctl.plugins.ops.paged_attention.tiles import count_units
 from llmctl.plugins.ops.paged_attention.triton_specs import (
@@ -201,14 +205,15 @@ def _trees(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch
 def _long(
     call: OpCall, env: LaunchEnv, shape: StepShape, short: int, has_trees: bool = False
 ) -> Launch | None:
-    """The launch of long.cu or, for several requests, long_batch.cu; None as in `_few`."""
+    """The launch of long.cu or long_batch.cu; None as in `_few`."""
     if not env.use_pdl:
         return None
     own = own_tensors(call, env), partials(call, env), logit_scale(call)
     few = long_launch(call, env, shape, *own, short, has_trees=has_trees)
-    if few is not None or shape.num_requests == 1:
+    is_faster = is_faster_for_one(call, shape, short, has_trees=has_trees)
+    if few is None and shape.num_requests == 1 or few is not None and not is_faster:
         return few
-    return long_batch_launch(call, env, shape, *own, short, has_trees=has_trees)
+    return long_batch_launch(call, env, shape, *own, short, has_trees=has_trees) or few
 
 
 def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:

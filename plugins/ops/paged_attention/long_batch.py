@@ -3,8 +3,8 @@ of `long_batch.cu`, for chains and for trees.
 
 It gives the bits of the other kernels, so a step may use any. It supports the calls of chunk.cu
 whose caches are FP8, and is for steps that long.cu has no room or too few multiprocessors for; one
-request alone is faster there. It needs no more room than there is: contexts that have none for
-their work items are not shared.
+request alone is faster there, but for some chains (`is_faster_for_one`). It needs no more room than
+there is: contexts that have none for their work items are not shared.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.paged_attention.batch import is_long
 from llmctl.plugins.ops.paged_attention.chunk import covers_chunks
+from llmctl.plugins.ops.paged_attention.long import WARPGROUP_ROWS
 from llmctl.plugins.ops.paged_attention.source_specs import (
     group_size,
     most_short_tokens,
@@ -58,6 +59,9 @@ class Variant:
 
 
 VARIANTS = (Variant(48, 3, 3, 0.91), Variant(88, 2, 3, 1.17), Variant(128, 2, 2, 1.70))
+# One chain of more rows than a warpgroup of long.cu has, up to those of a binary, is faster here in
+# contexts of more tokens: 75 us instead of 81 at 32,768 (docs/performance/log/attention.md).
+_ONE_ROWS, _ONE_FASTER = range(WARPGROUP_ROWS + 1, VARIANTS[1].rows + 1), 24_576
 WINDOW_TILES = 3  # from a tree's root's on
 MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
 # How long_batch.cu divides a context: what merging a work item costs, a tile, and in tiles what
@@ -86,9 +90,15 @@ def covers_long_batch(call: OpCall, limits: StepLimits, *, has_trees: bool = Fal
 
 def long_batch_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that `long_batch_launch` may ask for."""
-    if limits.max_batch_size == 1 or not is_long(limits, limits.max_seq_len):
+    if not is_long(limits, limits.max_seq_len):
         return []
     most, group, found = most_short_tokens(limits), group_size(call), []
+    if limits.max_batch_size == 1:
+        is_reached = limits.max_seq_len > _ONE_FASTER and covers_long_batch(call, limits)
+        has_chains = any(each * group in _ONE_ROWS for each in range(1, most + 1))
+        if not (is_reached and has_chains):
+            return []
+        return [long_batch_spec(call, limits, VARIANTS[1], has_trees=False)]
     if covers_long_batch(call, limits):
         found += [
             long_batch_spec(call, limits, each, has_trees=False)
@@ -98,6 +108,13 @@ def long_batch_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     if limits.takes_trees and covers_long_batch(call, limits, has_trees=True):
         found += [long_batch_spec(call, limits, each, has_trees=True) for each in VARIANTS]
     return found
+
+
+def is_faster_for_one(call: OpCall, shape: StepShape, short: int, *, has_trees: bool) -> bool:
+    """Whether a request alone is faster here than in long.cu, where that has room for it."""
+    rows = min(shape.max_query_len, short) * group_size(call)
+    is_one = shape.num_requests == 1 and not has_trees
+    return is_one and rows in _ONE_ROWS and shape.max_kv_len > _ONE_FASTER
 
 
 def long_batch_launch(

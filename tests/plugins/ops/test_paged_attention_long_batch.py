@@ -63,6 +63,7 @@ def test_sums_stay_in_registers_and_products_follow_each_other(sizes):
 @pytest.mark.parametrize(
     ("sizes", "requests", "tokens", "wanted"),
     [
+        (WIDE, 1, 11, (88, 16, 8, 1)),  # 75 us; long.cu: 81
         (WIDE, 8, 11, (48, 1, 16, 8)),  # 432 us; 88 rows, half of the multiprocessors: 581
         (WIDE, 64, 11, (88, 1, 8, 64)),  # 2,390 us; 48 rows: 3,407
         (NARROW, 8, 11, (48, 2, 8, 8)),  # 283 us
@@ -102,9 +103,13 @@ def test_trees_of_more_tokens_than_its_keys_are_those_of_other_kernels():
 def test_other_steps_are_those_of_other_kernels():
     world = world_of(WIDE)
     assert found_in(short_launch(world, 8, 11, batch.LONG)) == ()
-    assert found_in(short_launch(world, 1, 11, CONTEXT)) == (), "long.cu"
+    assert found_in(short_launch(world, 1, 11, 24_576)) == (), "long.cu"
+    assert found_in(short_launch(world, 1, 8, CONTEXT)) == (), "a warpgroup of long.cu"
+    assert found_in(short_launch(world, 1, 12, CONTEXT)) == (), "more rows than were measured"
     assert found_in(short_launch(world, 1, 11, 8192)) == (), "generation.cu"
     assert found_in(short_launch(world, 8, 2, CONTEXT)) == (), "batch.cu"
+    small_pages = world_of({**WIDE, "tokens_per_block": 4})
+    assert short_launch(small_pages, 1, 11, CONTEXT).spec.entry == "attend_long"
     assert found_in(short_launch(world, 2, 11, 8192)) == (), "long.cu has room for their work items"
     assert of_trees(world_of(NARROW, tree=32), 1, 32) == ()
 
@@ -126,7 +131,9 @@ def test_engines_hold_the_binaries_that_their_steps_reach():
         specs = long_batch.long_batch_specs(world.call([(0, 0, 1)]), world.limits())
         return [int(spec.constants["ROWS"]) for spec in specs]
 
-    assert rows(max_seq_len=batch.LONG) == rows(max_batch_size=1) == []
+    assert rows(max_seq_len=batch.LONG) == []
+    assert rows(max_batch_size=1) == [88]
+    assert rows(max_batch_size=1, max_seq_len=24_576) == rows(max_batch_size=1, heads=16) == []
     assert rows() == [48, 88, 128, 48, 88, 128]
 
 
