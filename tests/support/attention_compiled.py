@@ -104,13 +104,14 @@ def check_chains(specs: Sequence[KernelSpec]) -> None:
 
 def check_chunk(heads: tuple[int, int], kv: str, *, by_images: bool) -> None:
     """chunk.cu keeps sums in registers and products in flight. Only warps that copy images, which
-    leave their registers to those that compute, may keep a few words in local memory."""
+    leave their registers to those that compute, may keep a few words in local memory: eight by the
+    compiler installed here, ten of groups of three by the oldest that is taken."""
     dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
     kv_dtype = FP8 if kv.startswith("fp8") else dtype
     world = World(*heads, 128, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
     call, limits = world.call([(0, 0, 1)]), world.limits()
     ((_, binary, code),) = compile_all([chunk.chunk_spec(call, limits, by_images=by_images)])
-    assert binary.local_bytes <= 32 * by_images
+    assert binary.local_bytes <= 40 * by_images
     assert not re.search(r"\b(LDL|STL)\b", code[: code.rindex("HGMMA")])  # of those that compute
     # Logits of an item's first tile and of the next, eight steps each; values of a tile and of the
     # last, four each.
