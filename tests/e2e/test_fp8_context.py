@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from support.cuda import FakeProgram, launch_sampling
 from support.cuda_build import SMALL, write_model
-from support.fp8_context import Said, make_requests, next_turns, say
+from support.fp8_context import Said, check_next_turns, make_requests, say
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -180,13 +180,7 @@ def test_any_way_to_read_a_prompt_gives_the_same_bits(folder, requests, alone, p
 
 
 def test_the_next_turn_of_a_conversation_is_a_prompt(folder, requests, alone) -> None:
-    """What was generated with 16-bit products is computed again as a prompt."""
-    turns = next_turns(requests, alone)
-    with executor_of(folder, reuse=False) as executor:
-        wanted = [say(executor, [turn])[0] for turn in turns]
-    with executor_of(folder) as executor:
-        assert say(executor, requests) == alone
-        assert say(executor, turns) == wanted
+    check_next_turns(lambda reuse: executor_of(folder, reuse=reuse), requests, alone)
 
 
 def test_the_arithmetic_is_another(folder, requests, alone) -> None:

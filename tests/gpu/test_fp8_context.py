@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.cuda_build import write_model
-from support.fp8_context import Said, make_requests, next_turns, say
+from support.fp8_context import Said, check_next_turns, make_requests, say
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -112,12 +112,9 @@ def test_any_way_to_read_a_prompt_gives_the_same_bits(
 def test_the_next_turn_of_a_conversation_is_a_prompt(
     folders: dict[str, Path], requests: list[Request], alone: list[Said]
 ) -> None:
-    turns = next_turns(requests, alone)
-    with executor_of(folders, enable_block_reuse=False) as executor:
-        wanted = [say(executor, [turn])[0] for turn in turns]
-    with executor_of(folders) as executor:
-        assert say(executor, requests) == alone
-        assert say(executor, turns) == wanted
+    check_next_turns(
+        lambda reuse: executor_of(folders, enable_block_reuse=reuse), requests, alone
+    )
 
 
 def test_products_are_others_where_a_prompt_has_a_group(

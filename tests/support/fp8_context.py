@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -42,3 +43,18 @@ def next_turns(requests: Sequence[Request], said: Sequence[Said]) -> list[Reques
         replace(request, input_token_ids=(*request.input_token_ids, *tokens, 5, 6, 7))
         for request, (tokens, _) in zip(requests, said, strict=True)
     ]
+
+
+def check_next_turns(
+    open_executor: Callable[[bool], AbstractContextManager[Executor]],
+    requests: Sequence[Request],
+    alone: Sequence[Said],
+) -> None:
+    """What was generated with 16-bit products is computed again as a prompt: the next turn says
+    what it says without what is cached. open_executor(whether blocks are reused)."""
+    turns = next_turns(requests, alone)
+    with open_executor(False) as executor:
+        wanted = [say(executor, [turn])[0] for turn in turns]
+    with open_executor(True) as executor:
+        assert say(executor, requests) == alone
+        assert say(executor, turns) == wanted

@@ -123,11 +123,7 @@ struct Fp8Softening {
       for (int r = 0; r < 2; ++r) from[r] = finite(state.base[r]);
       return;
     }
-#pragma unroll
-    for (int lanes = 2; lanes > 0; lanes /= 2) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], lanes));
-    }
+    share_largest(top);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       top[r] = __fmul_rn(top[r], scale[r]);

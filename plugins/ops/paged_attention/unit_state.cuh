@@ -67,6 +67,15 @@ struct State {
   }
 };
 
+// The largest of the four threads that have a row, of each of their two rows.
+DEVICE void share_largest(float (&top)[2]) {
+#pragma unroll
+  for (int lanes = 2; lanes > 0; lanes /= 2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], lanes));
+  }
+}
+
 // How a tile is added to a work item, for each of a thread's rows.
 struct Softening {
   float base[2];  // of the exponents
@@ -94,11 +103,7 @@ struct Softening {
         top[r] = fmaxf(top[r], fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
       }
     }
-#pragma unroll
-    for (int lanes = 2; lanes > 0; lanes /= 2) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], lanes));
-    }
+    share_largest(top);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       top[r] = fmaxf(state.largest[r], __fmul_rn(top[r], scale));
