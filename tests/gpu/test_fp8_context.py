@@ -112,9 +112,7 @@ def test_any_way_to_read_a_prompt_gives_the_same_bits(
 def test_the_next_turn_of_a_conversation_is_a_prompt(
     folders: dict[str, Path], requests: list[Request], alone: list[Said]
 ) -> None:
-    check_next_turns(
-        lambda reuse: executor_of(folders, enable_block_reuse=reuse), requests, alone
-    )
+    check_next_turns(lambda reuse: executor_of(folders, enable_block_reuse=reuse), requests, alone)
 
 
 def test_products_are_others_where_a_prompt_has_a_group(
