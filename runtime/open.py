@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmctl.builder.engine_format import EngineConfig, read_engine_config
@@ -148,7 +149,9 @@ class OpenEngines:
             ahead=checked.ahead,
         )
         self.opened = opener_of(checked.target.backend).open(options.folders, request, log)
-        self._executor: Executor | None = None  # the last that was made
+        # Of the last executor. Not itself: it may own these engines, and memory would stay until a
+        # collection of garbage.
+        self._worker: Thread | None = None
         self.target = self.opened.target
         self.kv_plan = self.opened.kv_plan
         note = what_windows_save(self.opened.plans, self.opened.window)
@@ -180,7 +183,7 @@ class OpenEngines:
         from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
         from llmctl.runtime.engines.memory_plan import host_blocks
 
-        if self._executor is not None and self._executor.is_running:
+        if self._worker is not None and self._worker.is_alive():
             raise BadConfig(
                 "an executor runs on these engines, and they hold the steps of one",
                 fix="shut it down first, or open the engines once more",
@@ -215,7 +218,7 @@ class OpenEngines:
         if method != options.method:  # memory was planned for other options
             lengths = ()
         drafter = made.make_drafter(self.opened.engines, count)
-        self._executor = Executor(
+        executor = Executor(
             self.target,
             _forced(drafter, acceptance),
             config,
@@ -223,7 +226,8 @@ class OpenEngines:
             self.opened.make_round_runner(method, drafter, count, acceptance, lengths),
             self.close if owns_engines else lambda: None,
         )
-        return self._executor
+        self._worker = executor.thread
+        return executor
 
     def _lengths(self, method: DraftMethod, draft_len: int) -> tuple[int, ...]:
         """What rounds on a device draft, where their graphs are to be there from the start: 0

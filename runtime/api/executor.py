@@ -156,9 +156,10 @@ class Executor:
         return self._worker.num_graphs_captured
 
     @property
-    def is_running(self) -> bool:
-        """Whether its worker uses the engines: until `shutdown` returns, or the worker failed."""
-        return self._thread.is_alive()
+    def thread(self) -> threading.Thread:
+        """The worker's, which uses the engines while it is alive: until `shutdown` returns, or the
+        worker failed."""
+        return self._thread
 
     def can_enqueue_requests(self) -> bool:
         """False once the executor is shut down."""

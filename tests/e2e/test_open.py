@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from itertools import islice
 
 import pytest
@@ -59,6 +61,20 @@ def test_engines_run_one_executor_at_a_time(demo: DemoPair) -> None:
         assert list(executor.generate([5, 6, 7], max_tokens=4)) == wanted
     with opened.executor() as executor:
         assert list(executor.generate([5, 6, 7], max_tokens=4)) == wanted
+
+
+def test_engines_are_freed_with_their_executor(demo: DemoPair) -> None:
+    """At once, for the next ones may need their memory; not by a later collection of garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        with llmctl.open(demo.engine("target-float32")) as executor:
+            list(executor.generate([5, 6, 7], max_tokens=4))
+            known = weakref.ref(executor)
+        del executor
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_is_raised_where_it_is_asked_for(demo: DemoPair, tmp_path) -> None:
