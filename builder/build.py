@@ -49,7 +49,7 @@ from llmctl.builder.planted import (
     mark_generated,
     require_generator,
 )
-from llmctl.builder.plugin_config import rank_notices, resolve_plugins
+from llmctl.builder.plugin_config import resolve_plugins, sum_notices
 from llmctl.builder.provenance import describe_source, pretrained_config, versions
 from llmctl.builder.ranks import require_leaves, require_ranks
 from llmctl.builder.scales import (
@@ -190,7 +190,6 @@ def plan_build(
     target = choose_target(backend, package, compute_capability, is_fp8)
     limits, notices = resolve_build_config(request, model, cache_dtype, facts)
     plugin_config = resolve_plugins(plugins or {}, dtype, has_fp8, backend, request.kv_cache_type)
-    notices += rank_notices(plugin_config, limits.tp_size)
     cache = KvCacheSpec(
         model.num_hidden_layers,
         local.num_key_value_heads,
@@ -205,6 +204,7 @@ def plan_build(
     graphs, plan, pieces = run_passes(
         recorded, model, limits, plugin_config, linear_scales, kv_scales, cache, backend, heads
     )
+    notices += sum_notices(plugin_config, limits.tp_size, graphs)
     sources = join(graphs).sources
     ranks = shards(checkpoint, model, limits.tp_size)
     if load_format.is_generated:

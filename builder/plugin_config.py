@@ -7,12 +7,14 @@ under `plugin_config`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmctl.builder.fp8_context import OPTION
+from llmctl.builder.network import Network
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.fused.all_reduce_norm.spec import MAX_PARTS, PART
 
 SWITCH = ("enable", "disable")
 MODEL_DTYPES = ("float16", "float32", "bfloat16")
@@ -43,7 +45,10 @@ def _no_such_part(name: str, part: str, *accepted: str) -> PluginOption:
     return PluginOption(name, accepted[0], accepted, f"no effect: {part}", part)
 
 
-_ONE_RANK = "only TensorRT engines have ranks, and their sums are collectives of their own"
+_OWN_SUMS = (
+    "sums over ranks are kernels of our own, in buffers of their own (docs/tensor_parallel.md)"
+)
+_NO_PIPELINE = "no rank has layers of its own"
 _SINKS = "sink tokens and windows are options of run (docs/cli.md)"
 _NO_LORA = "LoRA is not in this version"
 
@@ -160,13 +165,14 @@ OPTIONS: Mapping[str, PluginOption] = {
             "reduce_fusion",
             "disable",
             ("disable", "enable"),
-            "no effect: an engine of one rank has no sums over ranks to fuse; refused for several",
+            "cuda backend: sums over several ranks are one kernel with the norm behind them, where "
+            "it has their rows; enable asserts that all are (same values)",
             "it is enable or disable",
         ),
-        _no_such_part("user_buffer", _ONE_RANK, "disable"),
-        _no_such_part("gemm_allreduce_plugin", _ONE_RANK, "disable"),
-        _no_such_part("pp_reduce_scatter", _ONE_RANK, "disable"),
-        _no_such_part("nccl_plugin", _ONE_RANK, "auto", "disable"),
+        _no_such_part("user_buffer", _OWN_SUMS, "disable"),
+        _no_such_part("gemm_allreduce_plugin", _OWN_SUMS, "disable"),
+        _no_such_part("pp_reduce_scatter", _NO_PIPELINE, "disable"),
+        _no_such_part("nccl_plugin", _OWN_SUMS, "auto", "disable"),
         _no_such_part("lora_plugin", _NO_LORA, "disable"),
         _no_such_part("dora_plugin", _NO_LORA, "disable"),
         _no_such_part("bert_attention_plugin", "no encoder is in these models", "auto", "disable"),
@@ -190,18 +196,31 @@ def options_for(backend: str, cache_type: str) -> Mapping[str, PluginOption]:
     return {**OPTIONS, **tensorrt_options(backend, cache_type)}
 
 
-def rank_notices(plugin_config: Mapping[str, str], tp_size: int) -> list[str]:
-    """What people should know of options about several ranks. Raises Unsupported where an engine
-    of `tp_size` ranks cannot honour one."""
+def sum_notices(
+    plugin_config: Mapping[str, str], tp_size: int, graphs: Sequence[Network]
+) -> list[str]:
+    """What people should know of reduce_fusion in an engine of `tp_size` ranks, whose final graphs
+    these are. Raises Unsupported where it asserts a fusion that some sum does not have."""
     if plugin_config["reduce_fusion"] != "enable":
         return []
-    if tp_size > 1:
-        raise Unsupported(
-            f"--reduce_fusion enable is refused with {tp_size} ranks: sums over ranks are "
-            "collectives within TensorRT's plans",
-            fix="--reduce_fusion disable",
-        )
-    return ["reduce_fusion enable: the engine has one rank, so there is nothing to fuse"]
+    if tp_size == 1:
+        return ["reduce_fusion enable: the engine has one rank, so there is nothing to fuse"]
+    apart = [
+        (node.name, graph.tensors[node.outputs["out"]].shape[-1])
+        for graph in graphs
+        for node in graph.nodes
+        if node.op == "all_reduce"
+    ]
+    if not apart:
+        return []
+    name, width = apart[0]
+    raise Unsupported(
+        f"--reduce_fusion enable is refused: {len(apart)} sums over {tp_size} ranks, the first of "
+        f"them {name} with rows of {width}, have no kernel that also normalizes; the cuda "
+        f"backend has one for rows of multiples of {PART} up to {PART * MAX_PARTS} without scales "
+        "per token",
+        fix="--reduce_fusion disable",
+    )
 
 
 def resolve_plugins(

@@ -12,9 +12,7 @@ from support.attention_models import give_heads
 
 from llmctl.builder.binaries import Binaries
 from llmctl.builder.engine_format import Plan, open_engine, read_engine_config
-from llmctl.builder.plugin_config import rank_notices
 from llmctl.cli.main import execute
-from llmctl.errors import Unsupported
 
 
 @pytest.fixture
@@ -216,9 +214,3 @@ def test_a_fusion_of_sums_over_ranks_is_accepted_where_there_is_one_rank(
     build = ["build", "--checkpoint_dir", str(checkpoint), "--output_dir", str(tmp_path / "engine")]
     assert execute([*build, "--backend", "cpu", "--reduce_fusion", "enable"]) == 0
     assert "note: reduce_fusion enable: the engine has one rank" in capsys.readouterr().err
-
-
-def test_a_fusion_of_sums_over_ranks_is_refused_for_several() -> None:
-    with pytest.raises(Unsupported, match="--reduce_fusion enable is refused with 2 ranks"):
-        rank_notices({"reduce_fusion": "enable"}, 2)
-    assert rank_notices({"reduce_fusion": "disable"}, 2) == []

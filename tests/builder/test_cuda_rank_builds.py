@@ -28,9 +28,11 @@ LIMITS = {"max_batch_size": 4, "max_seq_len": 96, "max_num_tokens": 64}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 128}
 
 
-def plan(folder: Path, backend: str, **request: Any) -> EnginePlan:
+def plan(
+    folder: Path, backend: str, plugins: dict[str, str] | None = None, **request: Any
+) -> EnginePlan:
     request = BuildRequest(**LIMITS, **request)
-    return plan_build(folder, request, backend=backend, with_binaries=False)
+    return plan_build(folder, request, backend=backend, plugins=plugins, with_binaries=False)
 
 
 def limits_of(engine: EnginePlan) -> StepLimits:
@@ -171,6 +173,25 @@ def test_a_norm_is_part_of_the_sum_before_it_where_rows_have_whole_parts(tmp_pat
     # follows the last sum does not read it.
     keeping = [op.name for op in sums if op.attributes.get("keeps")]
     assert keeping == [op.name for op in sums[:-3]] + [sums[-2].name]
+
+
+def test_reduce_fusion_asserts_that_every_sum_over_ranks_is_one_kernel_with_its_norm(
+    tmp_path: Path,
+) -> None:
+    fusion = {"reduce_fusion": "enable"}
+    whole = write_checkpoint(tmp_path / "whole", "llama", "fp8", **HEADS, hidden_size=256)
+    narrow = write_checkpoint(tmp_path / "narrow", "llama", "fp8", **HEADS, hidden_size=64)
+    assert plan(whole, "cuda", fusion, tp_size=2).config.plugin_config == {
+        **plan(whole, "cuda", tp_size=2).config.plugin_config,
+        **fusion,
+    }
+    said = r"6 sums over 2 ranks, .*layers\.0\..* with rows of 64, have no kernel that also norm"
+    for backend in ("cuda", "cpu"):
+        with pytest.raises(Unsupported, match=said):
+            plan(narrow, backend, fusion, tp_size=2)
+        plan(narrow, backend, tp_size=2)
+    with pytest.raises(Unsupported, match="with rows of 256, have no kernel that also normalizes"):
+        plan(whole, "cpu", fusion, tp_size=2)
 
 
 @pytest.mark.parametrize(
