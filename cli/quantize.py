@@ -41,7 +41,8 @@ def quantize(
         Path | None,
         typer.Option(
             "--draft-model-dir",
-            help="Folder of Medusa heads of that checkpoint: quantize these, on its hidden rows.",
+            help="Folder of draft heads of that checkpoint, Medusa, ReDrafter or EAGLE: quantize "
+            "these, on its hidden rows.",
         ),
     ] = None,
     qformat: Annotated[

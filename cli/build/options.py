@@ -72,7 +72,7 @@ MODE_OPTIONS: dict[str, tuple[type, str]] = {  # those of one --speculative-deco
 RANK_OPTIONS: dict[str, tuple[type, str]] = {
     "tp_size": (
         int,
-        "Ranks that each hold a share of the weights; cpu: 1, 2, 4 or 8. (default: 1)",
+        "Ranks that each hold a share of the weights; cpu, cuda: 1, 2, 4 or 8. (default: 1)",
     ),
     "tp_invariant": (
         bool,
