@@ -21,6 +21,7 @@ from llmctl.builder.meta_calls import meta_cache as meta_cache
 from llmctl.builder.meta_calls import meta_calls as meta_calls
 from llmctl.builder.meta_calls import meta_step as meta_step
 from llmctl.builder.plan import TENSORRT_OP
+from llmctl.plugins.backends.cuda.best_ids import BestIds
 from llmctl.plugins.backends.cuda.kernel_spec import (
     KernelSpec,
     Launch,
@@ -37,6 +38,7 @@ from llmctl.plugins.fused.decoder_layers.kernel import (
     chain_spec,
     find_chains,
 )
+from llmctl.plugins.ops.packed_linear.best import best_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -108,13 +110,22 @@ def step_kernels(
         cache = plan.kv_cache
         token_bytes = cache.head_size * getattr(torch, cache.dtype).itemsize
         found += kv_compact.kernels(cache.num_kv_heads, cache.tokens_per_block, token_bytes)
-    for call, _ in calls:
+    given = [call for call, _ in calls]
+    for call in given:
         found += _module(call.op).kernels(call, limits)
+    product = _best_ids(plan, given).product
+    found += best_kernels(product, limits) if product is not None else []
     for name, spec in plan.head_caches.items():
         own = replace(limits, kv_dtype=spec.dtype)
         for call, _ in distinct_calls(plan, name):
             found += _module(call.op).kernels(call, own)
     return found
+
+
+def _best_ids(plan: Plan, calls: Iterable[OpCall]) -> BestIds:
+    """As the program of the base graph finds them; of the `distinct_calls`."""
+    names = {op.name for op in plan.ops}
+    return BestIds(call for call in calls if call.name in names)
 
 
 def _passed(plan: Plan) -> list[KernelSpec]:
@@ -198,6 +209,8 @@ def scratch_bytes(plan: Plan, limits: StepLimits) -> int:
             env = LaunchEnv(step, kv_cache, own, extent, scratch, parts=alike)
             for shape in planned_shapes(own):
                 _module(call.op).launches(call, env, shape)
+        found = _best_ids(plan, [call for call, _ in calls])
+        found.reserve(LaunchEnv(step, kv_cache, own, "rows", scratch))
     env = LaunchEnv(step, meta_cache(plan, limits), limits, "tokens", scratch)
     for chain in plan_chains(plan, limits):
         chain_launch(chain, env, StepShape(chain.tokens, 1, 1, chain.tokens, chain.tokens))

@@ -39,7 +39,11 @@ class DeviceProgram(Protocol):
         """Launch kernels besides the program's own."""
 
     def best_ids(self, out: torch.Tensor, rows: int, *, stride: int = 1, offset: int = 0) -> Launch:
-        """The best id of each row whose logits a step left with the ranks; see `CudaProgram`."""
+        """The best id of each row of a step that wanted no more; see `CudaProgram`."""
+
+    def keeps_best(self, rows: int) -> bool:
+        """Whether on one rank a step of so many rows finds best ids without logits, if it wants no
+        more."""
 
     def best_draws(
         self, out: torch.Tensor, scratch: SamplingScratch, rows: DrawnRows

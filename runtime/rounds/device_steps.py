@@ -75,7 +75,7 @@ class DeviceSteps:
         most keys from a root's on, of trees. is_drawn: `draw` or `draw_nodes` alone reads the
         logits."""
         step = replace(_step(engine, shape, count, rows), max_tree_len=tree_len)
-        if is_drawn and _stay_with_ranks(engine, shape):
+        if is_drawn and (_stay_with_ranks(engine, shape) or _are_kept(engine, shape, rows)):
             step = replace(step, best_only=True)
         engine.program.enqueue(step, self._queue.handle)
 
@@ -106,7 +106,7 @@ class DeviceSteps:
             places = per_request, first, stride, offset
             own = DrawnRows(rows, self.state.sampling, self.state.committed, *places)
             drawn = self._sampled(engine, out, shape, own, logits)
-        elif logits is None and _stay_with_ranks(engine, shape):
+        elif logits is None and (_stay_with_ranks(engine, shape) or _are_kept(engine, shape, rows)):
             drawn = [engine.program.best_ids(out, rows, stride=stride, offset=offset)]
         else:
             logits, scratch = engine.logits if logits is None else logits, self.scratch(engine)
@@ -147,6 +147,11 @@ def _stay_with_ranks(engine: CudaEngine, shape: RoundShape) -> bool:
     if shape.drawing is Drawing.GREEDY:
         return engine.shares_logits
     return shape.drawing is Drawing.PLAIN and engine.merges_draws
+
+
+def _are_kept(engine: CudaEngine, shape: RoundShape, rows: int) -> bool:
+    """Whether one rank's product of so many rows keeps the best ids instead of logits."""
+    return shape.drawing is Drawing.GREEDY and engine.program.keeps_best(rows)
 
 
 def _step(engine: CudaEngine, shape: RoundShape, count: int, rows: int) -> StepShape:

@@ -108,6 +108,9 @@ class FakeProgram:
 
         return store
 
+    def keeps_best(self, rows: int) -> bool:
+        return False  # the compiled kernels store logits
+
     def best_draws(
         self,
         out: torch.Tensor,
@@ -221,8 +224,7 @@ class FakeProgram:
                 _, starts, moves, _ = launch.arguments
                 assert isinstance(starts, torch.Tensor) and isinstance(moves, torch.Tensor)
                 assert starts[-1] <= len(moves) and launch.grid[1] == len(starts) - 1
-                own = moves[: int(starts[-1])].tolist()
-                compact(self._kv_cache, [(int(a), int(b)) for a, b in own])
+                compact(self._kv_cache, list(map(tuple, moves[: int(starts[-1])].tolist())))
             else:
                 launch_sampling(launch)
 

@@ -13,7 +13,7 @@ import torch
 from llmctl.plugins.backends.cuda.interpret import run_launches
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
-from llmctl.plugins.ops.sampling.reference import ReferenceSampling
+from llmctl.plugins.ops.sampling.reference import ReferenceSampling, argmax_rows
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.drafting.draft_engine.device import DeviceDraftEngine
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
@@ -23,6 +23,7 @@ from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 from support.cuda import FakeCapture, FakeGraph, launch_sampling, stale_step
 
 DRAFT_LEN = 3
+MOST_STORED = 4  # rows of which logits are stored where the best ids alone are wanted
 
 
 class Program:
@@ -68,6 +69,24 @@ class Program:
                 places[root:] = root + path[: length - root]
             found = engine.logits_after(engine.read(table, places))
             engine.logits[index] = torch.from_numpy(found)
+        if shape.best_only:
+            assert self.keeps_best(shape.num_rows)
+            logits = engine.logits[: shape.num_rows]
+            self.best = torch.from_numpy(argmax_rows(logits.numpy())).int()
+            logits.fill_(torch.nan)  # there are none
+
+    def keeps_best(self, rows: int) -> bool:
+        return rows > MOST_STORED
+
+    def best_ids(self, out: torch.Tensor, rows: int, *, stride: int = 1, offset: int = 0):
+        """A function instead of a launch."""
+
+        def store() -> None:
+            out.view(-1)[offset : offset + rows * stride : stride] = self.best
+            del self.best
+
+        assert self.keeps_best(rows)
+        return store
 
     def skip_row(self) -> None:
         """Of padding, or of a token that the cache has no place for."""

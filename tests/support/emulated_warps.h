@@ -195,6 +195,11 @@ inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int atomicAdd(int* at, int x) { return (*at += x) - x; }
+template <class T> T atomicMax(T* at, T x) {
+  const T before = *at;
+  *at = before < x ? x : before;
+  return before;
+}
 inline unsigned __float_as_uint(float x) { return emu::bits(x); }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }

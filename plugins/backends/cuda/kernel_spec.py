@@ -92,7 +92,7 @@ class StepShape:
     max_tree_len: int = 0  # most keys of a request from its tree's root on; 0: there is none
     # Of the requests so many at least have one token: they are no context chunks.
     num_single: int = 0
-    best_only: bool = False  # logits stay where ranks computed them: best ids, or draws, are taken
+    best_only: bool = False  # best ids, or draws, are taken: logits stay with ranks, or nowhere
 
 
 @dataclass(frozen=True, slots=True)

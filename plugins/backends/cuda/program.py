@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from llmctl.plugins.backends.cuda.best_ids import BestIds
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel
 from llmctl.plugins.backends.cuda.device_kernels import DeviceKernels, Driver
 from llmctl.plugins.backends.cuda.kernel_spec import (
@@ -46,7 +47,7 @@ from llmctl.plugins.core.calls import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.core.fused_calls import FusedCalls
 from llmctl.plugins.core.operators import check_call, operator_module
 from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, open_chains, serves
-from llmctl.plugins.ops.rank_argmax import kernel as rank_argmax
+from llmctl.plugins.ops.packed_linear import best
 from llmctl.plugins.ops.rank_draw import kernel as rank_draw
 from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from llmctl.plugins.ops.rank_offers.kernel import SharedLogits
@@ -54,8 +55,7 @@ from llmctl.plugins.ops.sampling.arrays import DrawnRows, SamplingScratch
 
 # Step shapes, and counts of each call, whose packed launches are kept; the least recently used go.
 MAX_PREPARED, MAX_COUNTS = 64, 256
-# The others depend only on counts of tokens or rows.
-_BY_SHAPE = frozenset({"paged_attention", "all_gather"})
+_BY_SHAPE = frozenset({"paged_attention", "all_gather"})  # others by tokens or rows alone
 _EXTENTS: tuple[Extent, ...] = ("tokens", "rows")
 _CHAIN = -1  # in the place of an index: all calls of the first chain; -2: of the second
 
@@ -115,7 +115,8 @@ class CudaProgram:
         self.step: DeviceStep = self._inputs.step
         self._envs: dict[str, LaunchEnv] = {}
         self._prepared: OrderedDict[StepShape, list[Packed]] = OrderedDict()
-        self._by_count: list[OrderedDict[int, Packed]] = [OrderedDict() for _ in calls]
+        self._by_count: list[OrderedDict[Hashable, Packed]] = [OrderedDict() for _ in calls]
+        self._best = BestIds(call for call in calls if call.op in own)
         self._looks = [
             look(*each, self._modules[each[0].op]) if each[0].op in own else None
             for each in self._calls
@@ -151,6 +152,7 @@ class CudaProgram:
             )
             for extent in _EXTENTS
         }
+        self._best.reserve(self._envs["rows"])
 
     def forget(self) -> None:
         """Describe and pack all launches again from now on, because other kernels may be chosen."""
@@ -201,10 +203,13 @@ class CudaProgram:
             self._kernels.prepare(launch)(stream)
 
     def best_ids(self, out: torch.Tensor, rows: int, *, stride: int = 1, offset: int = 0) -> Launch:
-        """out[r * stride + offset] = the best id of each row whose logits the last step left with
-        the ranks (`StepShape.best_only`); see `sampling.argmax`."""
-        env = self._envs["rows"]
-        return rank_argmax.launch(self._gathering, env, out, rows, stride=stride, offset=offset)
+        """out[r * stride + offset] = the best id of each row of the last step, which wanted no more
+        (`StepShape.best_only`) and was of ranks or `keeps_best`; see `sampling.argmax`."""
+        return self._best.launch(self._envs["rows"], out, rows, stride=stride, offset=offset)
+
+    def keeps_best(self, rows: int) -> bool:
+        """Whether a step of so many rows, with `best_only`, stores no logits on this one rank."""
+        return self._best.are_kept(rows)
 
     @property
     def has_peers(self) -> bool:
@@ -216,14 +221,8 @@ class CudaProgram:
     ) -> list[Launch]:
         """The same for draws without filters, where the program `has_peers`; see
         `rank_draw.launches`."""
-        assert self._peers is not None, "ranks on one device gather"
-        return rank_draw.launches(self._gathering, self._peers, out, scratch, rows)
-
-    @property
-    def _gathering(self) -> OpCall:
-        """What gathers the logits of ranks."""
-        (call,) = [call for call, _ in self._calls if call.op == "all_gather"]
-        return call
+        assert self._peers is not None and self._best.gathering, "ranks on one device gather"
+        return rank_draw.launches(self._best.gathering, self._peers, out, scratch, rows)
 
     def offers(
         self,
@@ -251,8 +250,7 @@ class CudaProgram:
         """What a call launches in a step of this shape; nothing is enqueued yet."""
         if index <= _CHAIN:
             chain = self._chains[_CHAIN - index]
-            launch = chain_launch(chain, self._envs["tokens"], shape)
-            return Packed([self._kernels.prepare(launch)], [launch])
+            return self._prepared_of([chain_launch(chain, self._envs["tokens"], shape)])
         call, extent = self._calls[index]
         env = self._envs[extent]
         if call.op in self._runners:
@@ -260,14 +258,16 @@ class CudaProgram:
         if call.op in _BY_SHAPE:
             return self._pack_like(index, shape, shape)
         count = env.count(shape)
-        kept = self._by_count[index]
-        if count in kept:
-            kept.move_to_end(count)
-            return kept[count]
+        kept, is_best = self._by_count[index], shape.best_only and call is self._best.product
+        if (count, is_best) in kept:
+            kept.move_to_end((count, is_best))
+            return kept[count, is_best]
         packed = Packed([], [])
-        if count:  # a prompt's chunk other than the last has no rows of logits
+        if is_best:
+            packed = self._prepared_of(best.best_launches(call, env, count))
+        elif count:  # a prompt's chunk other than the last has no rows of logits
             packed = self._pack_like(index, shape, count)
-        kept[count] = packed
+        kept[count, is_best] = packed
         if len(kept) > MAX_COUNTS:
             kept.popitem(last=False)
         return packed
@@ -286,14 +286,15 @@ class CudaProgram:
             return model.packed
         if model.places is None:
             return self._pack_new(index, shape)
-        launches = zip(model.packed.prepared, model.places, strict=True)
         rebound = [
             self._driver.rebind(each, {at: own[number] for at, number in places.items()})
-            for each, places in launches
+            for each, places in zip(model.packed.prepared, model.places, strict=True)
         ]
         return Packed(rebound, model.packed.launches)
 
     def _pack_new(self, index: int, shape: StepShape) -> Packed:
         call, extent = self._calls[index]
-        launches = self._modules[call.op].launches(call, self._envs[extent], shape)
+        return self._prepared_of(self._modules[call.op].launches(call, self._envs[extent], shape))
+
+    def _prepared_of(self, launches: list[Launch]) -> Packed:
         return Packed([self._kernels.prepare(launch) for launch in launches], launches)

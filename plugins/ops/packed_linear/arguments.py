@@ -24,6 +24,7 @@ Argument = Union["torch.Tensor", TensorMap, int, float]
 _TYPES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", FP8: "E4M3", "int8": "INT8"}
 _EPILOGUES = {"packed_linear": 0, "packed_linear_swiglu": 1, "packed_linear_rope_kv": 2}
 _PUSHED = 3  # the epilogue of sums that are handed to other ranks
+_BEST = 4  # that of logits of which the best ids alone are kept (best.py)
 _OPTIONAL = ("weight_scale", "x_scale", "bias", "scale", "k_scale", "v_scale")
 
 
@@ -37,6 +38,8 @@ def type_constants(call: OpCall, limits: StepLimits) -> dict[str, Constant]:
     }
     if is_pushed(call):
         constants |= {"EPILOGUE": _PUSHED, "RANKS": int(call.attributes["pushed_to"]), "LEAVES": 1}
+    if keeps_best(call):
+        constants["EPILOGUE"] = _BEST
     if leaves_of(call) > 1:
         constants["LEAVES"] = leaves_of(call)
     if call.op == "packed_linear_rope_kv":
@@ -54,6 +57,7 @@ def type_words(call: OpCall, limits: StepLimits) -> list[str]:
         heads = [int(call.attributes[k]) for k in ("num_heads", "num_kv_heads", "head_size")]
         words += ["h{}.{}x{}".format(*heads), f"kv_{short_name(limits.kv_dtype)}"]
     words += [f"pushed{call.attributes['pushed_to']}"] if is_pushed(call) else []
+    words += ["best"] * keeps_best(call)
     words += [f"l{leaves_of(call)}"] * (leaves_of(call) > 1)
     return words + [role for role in _OPTIONAL if role in call.inputs]
 
@@ -76,6 +80,8 @@ def argument_kinds(call: OpCall, limits: StepLimits) -> tuple[str, ...]:
     kinds += ["i32", "i32", "i32"]
     if is_pushed(call):
         kinds += ["*i64", "*i32", "i32", "i64"]
+    if keeps_best(call):
+        kinds += ["*i64"]
     if call.op == "packed_linear_swiglu":
         kinds += optional("scale")
     elif call.op == "packed_linear_rope_kv":
@@ -98,6 +104,8 @@ def argument_values(call: OpCall, env: LaunchEnv, tokens: int) -> tuple[Argument
         peers = env.peers
         assert peers is not None and peers.num_ranks == call.attributes["pushed_to"]
         values += [peers.bases, peers.state, peers.rank, peers.slot_bytes]
+    if keeps_best(call):
+        values += [best_keys(call, env)]
     if call.op == "packed_linear_swiglu":
         values += optional("scale")
     elif call.op == "packed_linear_rope_kv":
@@ -111,6 +119,20 @@ def is_pushed(call: OpCall) -> bool:
     """Whether the launches of a call hand its sums to other ranks. That is asked for with a
     `pushed_to`, which calls of a plan have that may (kernel.py)."""
     return "pushed_to" in call.attributes
+
+
+def keeps_best(call: OpCall) -> bool:
+    """Whether the launches of a call keep the best ids of logits alone (best.py)."""
+    return "keeps_best" in call.attributes
+
+
+def best_keys(call: OpCall, env: LaunchEnv) -> torch.Tensor:
+    """The key of each row's best id: int64 [rows], zero but between a product and what takes its
+    ids."""
+    import torch
+
+    rows = _out(call).shape[0]
+    return env.scratch(f"packed_linear.best.{rows}", (rows,), torch.int64)
 
 
 def scales_tokens(call: OpCall) -> bool:

@@ -1,8 +1,9 @@
 // What happens to sums before they leave a packed product: scales, bias, one rounding to the model
 // type, and then SwiGLU (EPILOGUE 1) or the rotary embedding and the KV write (EPILOGUE 2). Or nothing: partial sums
-// that are handed to other ranks as they are (EPILOGUE 3, of RANKS).
+// that are handed to other ranks as they are (EPILOGUE 3, of RANKS). Or of logits the best of each token alone
+// (EPILOGUE 4, prefill_best.cuh).
 //
-// Macros: EPILOGUE 0 | 1 | 2 | 3, MODEL_TYPE (BF16 | FP16), OUT_TYPE (MODEL_TYPE, E4M3 or FP32), and
+// Macros: EPILOGUE 0 | 1 | 2 | 3 | 4, MODEL_TYPE (BF16 | FP16), OUT_TYPE (MODEL_TYPE, E4M3 or FP32), and
 // for EPILOGUE 2 KV_TYPE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE. Every kernel uses this epilogue, so
 // that equal sums give equal bits. Products are not contracted with additions, because the reference
 // rounds each.
@@ -33,6 +34,9 @@ constexpr bool WRITES_CACHE = EPILOGUE == 2;
 #define EPILOGUE_PARAMETERS \
   EPILOGUE_PARAMETERS_ALL, const long long *bases, const State *state, int rank, long long slot_bytes
 #define EPILOGUE_VALUES EPILOGUE_VALUES_ALL, bases, state, rank, slot_bytes
+#elif EPILOGUE == 4
+#define EPILOGUE_PARAMETERS EPILOGUE_PARAMETERS_ALL, u64 *keys
+#define EPILOGUE_VALUES EPILOGUE_VALUES_ALL, keys
 #else
 #define EPILOGUE_PARAMETERS                                                                  \
   EPILOGUE_PARAMETERS_ALL, const float *rotary, const int *positions, const int *slots,      \

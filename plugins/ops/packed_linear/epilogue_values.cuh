@@ -25,6 +25,8 @@ struct Epilogue {
   const State* state;  // of this rank's launches
   int rank;
   long long slot_bytes;
+#elif EPILOGUE == 4
+  u64* keys;  // [tokens], 0 before; `out` is not written
 #endif
 };
 
@@ -158,7 +160,7 @@ DEVICE void store_pair(const Epilogue& e, const RowConstants&, const TokenConsta
   }
 }
 
-#else
+#elif EPILOGUE == 2
 
 struct TokenConstants {
   float x_scale, cos, sin, kv_scale;

@@ -125,6 +125,11 @@ DEVICE void store_floats(const Epilogue& e, int row, int token, const float (&lo
   }
 }
 
+#if EPILOGUE == 4
+
+#include "ops/packed_linear/prefill_best.cuh"
+
+#else
 #if EPILOGUE != 2
 
 DEVICE void store_unit(const Epilogue& e, u32 staging, int line, int first_unit, int turn,
@@ -197,4 +202,5 @@ DEVICE void store_tile(const Epilogue& e, const Divisor&, Ahead<TOKENS>& ahead,
   }
 }
 
+#endif
 #endif

@@ -36,8 +36,9 @@ class DeviceDraftEngine(FedDraftEngine, DeviceChains, OnEveryRank):
         for index in range(shape.draft_len):
             self._feed(shape, index)
             count = MOST_FED if index == 0 else 1
-            steps.forward(draft, shape, count, batch, is_drawn=True)
-            if self._draws_in_feeding(shape) and index < last:
+            is_drawn = index == last or not self._draws_in_feeding(shape)
+            steps.forward(draft, shape, count, batch, is_drawn=is_drawn)
+            if not is_drawn:
                 continue
             drafts, stride = steps.state.drafts, steps.state.max_draft_len
             steps.draw(draft, drafts, shape, batch, first=index, stride=stride, offset=index)

@@ -1,0 +1,61 @@
+// What the kernel for many tokens leaves of logits where their best ids alone are wanted: for each token the largest key
+// of all rows (ids), in memory that has zeros before. The logits themselves are not stored.
+//
+// A key is that of `best_key` (sampling/triton_values.py): it compares as the logits do, where -0 equals 0 and NaN is
+// above all; of equal logits the lowest id has the largest. So the order of comparing does not matter.
+#pragma once
+
+#include "ops/packed_linear/prefill_staging.cuh"
+
+constexpr u32 NAN_ORDER = 0xffffffff, LAST_ID = 0x7fffffff;
+
+DEVICE u64 key_of(float x, int id) {
+  const u32 bits = __float_as_uint(__fadd_rn(x, 0.0f));
+  const u32 order = x != x ? NAN_ORDER : bits >> 31 ? ~bits : bits | 0x80000000u;
+  return u64(order) << 31 | (LAST_ID - u32(id));
+}
+
+DEVICE u64 larger(u64 a, u64 b) { return a < b ? b : a; }
+
+// Hands half of the keys to the lane LANES away, which hands over its other half: what both have is compared.
+template <int LANES, int COUNT>
+DEVICE void halve(u64 (&to)[COUNT / 2], const u64 (&keys)[COUNT]) {
+  const bool keeps_last = threadIdx.x & LANES;
+#pragma unroll
+  for (int i = 0; i < COUNT / 2; ++i) {
+    const u64 kept = keeps_last ? keys[COUNT / 2 + i] : keys[i];
+    const u64 given = keeps_last ? keys[i] : keys[COUNT / 2 + i];
+    to[i] = larger(kept, __shfl_xor_sync(~0u, given, LANES));
+  }
+}
+
+// Of 64 rows; a warp has 16. Of every 32 tokens a lane ends with one: the largest of eight lanes' rows.
+template <int TOKENS>
+DEVICE void store_tile(const Epilogue& e, const Divisor&, Ahead<TOKENS>& ahead,
+                       const float (&sum)[TOKENS / 2], int row_tile, int, int token0, u32, u32 values, int warpgroup) {
+  const int lane = lane_id(), row = row_tile * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  if (PER_TOKEN) warpgroup_sync(warpgroup);  // scales of tokens are there
+#pragma unroll
+  for (int some = 0; some < TOKENS; some += 32) {
+    u64 keys[8], four[4], two[2], one[1];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = some + 8 * i;
+      float low[2], high[2];
+      finish_sums<TOKENS>(ahead.rows, values, at + lane % 4 * 2, &sum[at / 2], low, high);
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        const u64 key = row < e.width ? key_of(low[next], row) : 0;  // else padding
+        keys[2 * i + next] = row + 8 < e.width ? larger(key, key_of(high[next], row + 8)) : key;
+      }
+    }
+    halve<16>(four, keys);
+    halve<8>(two, four);
+    halve<4>(one, two);
+    const int token = token0 + some + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
+    // Most keys are below one that is there already: it is only larger later.
+    if (token < e.tokens && one[0] > *(const volatile u64*)(e.keys + token)) {
+      atomicMax(e.keys + token, one[0]);
+    }
+  }
+}
