@@ -59,11 +59,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1)
     const Store store{epilogue, handover, shared, work, divisor, warpgroup};
     wait_for_dependencies();
     if constexpr (IS_FP8) {
-#if HAS_TWO_PARTS
-      consume_two_parts(consumer, work, store);
-#else
       consume_intervals(consumer, work, store);
-#endif
     } else {
       consume_chains(consumer, work, store);
     }

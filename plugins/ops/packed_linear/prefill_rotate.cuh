@@ -36,12 +36,10 @@ struct Stored {
     for (int i = 0; i < LINES; ++i) {
       const int position = TokenValues<TOKENS>::position_at(values, at + line(i));
       const float* from = e.rotary + (long long)position * HEAD_SIZE + place / 2 * 8;
-      if (head < ROTATED) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float* its = from + j / 2 * (HEAD_SIZE / 2) + j % 2 * 4;
-          factors[i][j] = __ldg(reinterpret_cast<const float4*>(its));
-        }
+      for (int j = 0; j < 4; ++j) {  // also of values, so that nothing of before is kept in registers
+        const float* its = from + j / 2 * (HEAD_SIZE / 2) + j % 2 * 4;
+        factors[i][j] = __ldg(reinterpret_cast<const float4*>(its));
       }
       const int token = token1 + line(i);
       slots[i] = head >= NUM_HEADS && token < e.tokens ? e.slots[token] : -1;

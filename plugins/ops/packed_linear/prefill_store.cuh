@@ -11,9 +11,6 @@
 #include "ops/packed_linear/prefill_rotate.cuh"
 #endif
 
-// Registers for the parts of two intervals; what rotates needs them for its cosines and sines.
-#define HAS_TWO_PARTS (WG_TILES == 1 && EPILOGUE != 2)
-
 // What the end of a row tile needs besides its sums, loaded before its last products.
 template <int TOKENS>
 struct Ahead {

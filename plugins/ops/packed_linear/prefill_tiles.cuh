@@ -42,16 +42,17 @@ struct Store {
   }
 };
 
-// For two row tiles, or one that rotates. Sums are stored while other products run: those of the first of two row tiles
-// during the last interval of the second, those of the last row tile during the first interval of the next unit. So are
-// sums handed on and taken over.
+#if WG_TILES == 2
+
+// Sums are stored while other products run: those of the first row tile during the last interval of the second, those of
+// the second during the first interval of the next unit.
 DEVICE void consume_intervals(Consumer& consumer, const Work& work, const Store& store) {
+  static_assert(!EVEN, "of two row tiles no sums are handed on");
   float sum[WG_TILES][TILE_TOKENS / 2], part[TILE_TOKENS / 2];
 #pragma unroll
   for (int tile = 0; tile < WG_TILES; ++tile) clear(sum[tile]);
   Ahead<TILE_TOKENS> ahead[WG_TILES];
   int before = -1;
-  bool is_part = false;  // the unit before, whose sums go to the next block
 #pragma unroll 1
   for (Walk walk(work); !walk.done(); walk.next()) {
     TokenValues<TILE_TOKENS> token_values;
@@ -60,12 +61,11 @@ DEVICE void consume_intervals(Consumer& consumer, const Work& work, const Store&
     for (int start = walk.first; start < walk.last; start += INTERVAL) {
       const int count = min(INTERVAL, walk.last - start);
       const bool is_first = start == walk.first, is_last = start + INTERVAL >= walk.last;
-      const bool takes = EVEN && is_first && walk.first > 0;  // what the block before has left
       const Ring<B_STAGES> b_start = consumer.b;
       const bool store_before = is_first && before >= 0;
       consumer.begin(part, count, 0, store_before);
       if (store_before) {
-        store.leave(ahead[LAST], sum[LAST], before, LAST, is_part);
+        store.leave(ahead[LAST], sum[LAST], before, LAST, false);
         clear(sum[LAST]);
       }
       if (is_first) store.keep(token_values);
@@ -73,31 +73,29 @@ DEVICE void consume_intervals(Consumer& consumer, const Work& work, const Store&
 #pragma unroll
         for (int tile = 0; tile < WG_TILES; ++tile) store.load_ahead(ahead[tile], walk.unit, tile);
       }
-      if (takes) store.handover.take(sum[0], 0, work.token_tiles());
       consumer.end(part, count, 0, store_before);
       add(sum[0], part);
-      if (WG_TILES == 1) continue;
       consumer.b = b_start;
       consumer.begin(part, count, LAST, is_last);
-      if (takes) store.handover.take(sum[LAST], LAST, work.token_tiles());
       if (is_last) {
-        store.leave(ahead[0], sum[0], walk.unit, 0, EVEN && walk.last < work.chunks);
+        store.leave(ahead[0], sum[0], walk.unit, 0, false);
         clear(sum[0]);
       }
       consumer.end(part, count, LAST, is_last);
       add(sum[LAST], part);
     }
     before = walk.unit;
-    is_part = EVEN && walk.last < work.chunks;
   }
-  if (before >= 0) store.leave(ahead[LAST], sum[LAST], before, LAST, is_part);
+  if (before >= 0) store.leave(ahead[LAST], sum[LAST], before, LAST, false);
 }
 
-#if HAS_TWO_PARTS
+#else
 
 // With registers for two parts products of an interval need not wait until the one before has been added. Only the
 // second interval of a unit does, as the first runs while the unit before is stored.
-DEVICE void consume_two_parts(Consumer& consumer, const Work& work, const Store& store) {
+DEVICE void consume_intervals(Consumer& consumer, const Work& work, const Store& store) {
+  // Cosines and sines of 128 tokens have room in registers only when one of the parts is done.
+  constexpr bool IS_EARLY = EPILOGUE != 2 || TILE_TOKENS < 128;
   float sum[TILE_TOKENS / 2], part[TILE_TOKENS / 2], other[TILE_TOKENS / 2];
   clear(sum);
   Ahead<TILE_TOKENS> ahead;
@@ -114,7 +112,7 @@ DEVICE void consume_two_parts(Consumer& consumer, const Work& work, const Store&
       clear(sum);
     }
     store.keep(token_values);
-    store.load_ahead(ahead, walk.unit, 0);
+    if (IS_EARLY) store.load_ahead(ahead, walk.unit, 0);
     if (EVEN && walk.first > 0) store.handover.take(sum, 0, work.token_tiles());
     product_wait<0>();
 #pragma unroll 1
@@ -122,12 +120,14 @@ DEVICE void consume_two_parts(Consumer& consumer, const Work& work, const Store&
 #pragma unroll 1
     for (int start = walk.first + INTERVAL;; start += 2 * INTERVAL) {
       if (start >= walk.last) {
+        if (!IS_EARLY) store.load_ahead(ahead, walk.unit, 0);
         product_wait<0>();
         consumer.add_done(part, sum);
         break;
       }
       consumer.follow(other, part, sum, min(INTERVAL, walk.last - start));
       if (start + INTERVAL >= walk.last) {
+        if (!IS_EARLY) store.load_ahead(ahead, walk.unit, 0);
         product_wait<0>();
         consumer.add_done(other, sum);
         break;

@@ -123,7 +123,7 @@ def test_products_are_warpgroup_instructions_fed_by_bulk_copies(name, variant, i
     lines = instructions(compiled(name, variant))
     products = [line for line in lines if "GMMA" in line]
     assert products and all(instruction in line for line in products)
-    has_two_parts = name.startswith("fp8") and "rope" not in name and variant.wg_tiles == 1
+    has_two_parts = name.startswith("fp8") and variant.wg_tiles == 1
     places = 5 if has_two_parts else variant.wg_tiles  # where a chunk, four times 32 bytes, begins
     assert len(products) == 4 * places
     copies = [line for line in lines if "UBLKCP" in line]
