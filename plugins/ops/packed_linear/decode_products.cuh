@@ -183,13 +183,16 @@ DEVICE void multiply(const Shared& shared, Walk& walk, float (&sum)[ACTIVE][TOKE
                      const Meanwhile& meanwhile) {
   if constexpr (!IS_FP8) {
     int busy = -1;
-    for (; walk.chunk < walk.last; walk.chunk += CHUNKS, walk.next_slot()) {
+#pragma unroll 1
+    do {  // a loop that might not run would have the compiler wait for each product
       start_slot<ACTIVE>(shared, walk, sum, walk.chunk == 0);
       if (busy < 0) meanwhile();
       product_wait<1>();
       free_slot(shared, busy);
       busy = walk.slot;
-    }
+      walk.chunk += CHUNKS;
+      walk.next_slot();
+    } while (walk.chunk < walk.last);
     finish_products(sum);
     free_slot(shared, busy);
   } else {

@@ -37,7 +37,7 @@ VARIANTS_OF_FOUR_BITS = (
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16])
 @pytest.mark.parametrize("op", ["packed_linear", "packed_linear_swiglu", "packed_linear_rope_kv"])
-def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype):
+def test_every_variant_compiles_to_warpgroup_products_that_run_together_without_spills(op, dtype):
     call = make_call(op, dtype)
     wanted = "QGMMA" if dtype == FP8 else "HGMMA"
     parsed = map(DecodeVariant.parse, VARIANTS if op == "packed_linear" else VARIANTS[:3])
@@ -51,6 +51,8 @@ def test_every_variant_compiles_to_warpgroup_products_without_spills(op, dtype):
         products = re.findall(r"\b[QH]GMMA\.64x(\d+)x", code)
         assert products and set(products) == {str(variant.tokens)}, spec.name
         assert wanted in code and "HMMA." not in code.replace("HGMMA.", ""), spec.name
+        waits = re.findall(r"WARPGROUP\.DEPBAR", code)
+        assert 2 * len(waits) <= len(products), f"{spec.name}: products wait for each other"
         assert "UBLKCP" in code and "UTMALDG" in code, spec.name
         copies = re.findall(r"UBLKCP\S*", code)
         assert all(("MULTICAST" in copy) == variant.pairs for copy in copies), spec.name

@@ -98,9 +98,12 @@ def instructions(kernel: CompiledKernel) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "variant"), COMPILED, ids=lambda v: getattr(v, "name", v))
-def test_every_variant_keeps_its_sums_in_registers(name, variant):
+def test_every_variant_keeps_its_sums_in_registers_and_products_run_together(name, variant):
     kernel = compiled(name, variant)
     assert kernel.local_bytes == 0
+    lines = instructions(kernel)
+    waits, products = (sum(what in line for line in lines) for what in ("WARPGROUP.DEPBAR", "GMMA"))
+    assert 2 * waits <= products, "products wait for each other"
     assert kernel.threads == 128 * (variant.warpgroups + 1)
     assert kernel.registers <= 65536 // kernel.threads
     assert kernel.shared_bytes <= HOPPER.max_shared_bytes
