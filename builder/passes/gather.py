@@ -55,6 +55,21 @@ def hoist_gather(network: Network) -> Network:
     return hoisted
 
 
+def mark_ends(network: Network) -> Network:
+    """Tell the attention whose outputs are gathered, and nothing else, that nobody reads the others
+    (`ends_only`). Behind all passes that move what reads it."""
+    marked = network.copy()
+    given = {found.tensor for found in network.outputs.values()}
+    for node in network.nodes:
+        if node.op != "paged_attention" or node.outputs["out"] in given:
+            continue
+        readers = marked.consumers(node.outputs["out"])
+        if readers and all(reader.op == "gather_rows" for reader in readers):
+            attributes = {**node.attributes, "ends_only": True}
+            marked.replace_nodes([node], [replace(node, attributes=attributes)], at=node)
+    return marked
+
+
 def _needed_for_all_tokens(network: Network) -> set[str]:
     """Names of the attention nodes, of what computes outputs for all tokens, and of everything
     they are computed from."""

@@ -18,7 +18,7 @@ from llmctl.builder.passes.fuse import (
     fuse_silu,
     quantize_before_gather,
 )
-from llmctl.builder.passes.gather import hoist_gather
+from llmctl.builder.passes.gather import hoist_gather, mark_ends
 from llmctl.builder.passes.heads import keep_whole, link_heads
 from llmctl.builder.passes.lower import lower
 from llmctl.builder.passes.merge import merge_linears
@@ -77,7 +77,7 @@ def run_passes(
         )
         rewritten = split_heads(rewritten, limits.tp_size)
     if able.packs_linears:
-        network = fuse_norms(network)
+        network = fuse_norms(mark_ends(network))
         is_fused = plugin_config["gemm_swiglu_plugin"] != "disable"
         network, *rewritten = (
             fuse_embedding(pack_linears(graph, fuse_swiglu=is_fused))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.passes import CONFIG, all_scales, finish, ops, record
 
@@ -13,7 +15,7 @@ from llmctl.builder.passes.fuse import (
     fuse_residual,
     quantize_before_gather,
 )
-from llmctl.builder.passes.gather import hoist_gather
+from llmctl.builder.passes.gather import hoist_gather, mark_ends
 from llmctl.builder.passes.merge import merge_linears
 from llmctl.builder.passes.quantize import quantize_linears
 from llmctl.builder.passes.tactics import choose_tactics
@@ -163,3 +165,19 @@ def test_the_printed_network_is_one_line_a_node() -> None:
         "embedding(weight=model.embed_tokens.weight)  [cpu.embedding.bf16]"
     )
     assert "layer=0 num_heads=4" in next(line for line in lines if "rope_kv_write(" in line)
+
+
+def test_the_attention_that_only_gathers_read_is_told_so() -> None:
+    fused = mark_ends(fuse_quantize(quantize_before_gather(finish(record(), all_scales()))))
+    told = [n.attributes.get("ends_only") for n in fused.nodes if n.op == "paged_attention"]
+    assert told == [None, None, True]
+
+
+def test_no_attention_is_told_so_whose_outputs_leave_the_network() -> None:
+    network = finish(record())
+    last = [node for node in network.nodes if node.op == "paged_attention"][-1]
+    network.outputs["features"] = replace(
+        next(iter(network.outputs.values())), tensor=last.outputs["out"], for_all_tokens=True
+    )
+    told = [n.attributes.get("ends_only") for n in mark_ends(network).nodes]
+    assert not any(told)

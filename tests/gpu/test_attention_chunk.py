@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.attention import FP8, Part, World, run_one, same_bits, with_outputs
@@ -41,7 +43,8 @@ def by_triton(world: World, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tenso
 @pytest.mark.parametrize("by_images", [False, True])
 @pytest.mark.parametrize(("world", "quantize_out"), with_outputs(WORLDS), ids=str)
 def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, by_images, monkeypatch):
-    """By images: tiles are converted before, some KV heads at a time."""
+    """By images: tiles are converted before, some KV heads at a time. Of calls that say that only the
+    ends of requests are read, no more than these are written."""
     monkeypatch.setattr(chunk, "_LONG", 1 if by_images else 1 << 30)
     monkeypatch.setattr(chunk, "_MANY_BLOCKS", 0)
     monkeypatch.setattr(chunk, "_image_bytes", lambda call, limits: 64 << 20)
@@ -50,9 +53,11 @@ def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, by_image
     )
     wanted = by_triton(made, monkeypatch)
     for parts in STEPS:
-        for min_tokens in (1, 2, 19):
+        for min_tokens, ends_only in ((1, False), (2, False), (19, False), (1, True), (19, True)):
             step = made.step(parts)
             call, env = made.call(parts, 3), made.env(step, 2)
+            call = replace(call, attributes={**call.attributes, "ends_only": ends_only})
+            kept = chunk.kept_tokens(call, env.limits) or max(LENGTHS)
             launches = chunk.chunk_launches(
                 call,
                 env,
@@ -67,11 +72,10 @@ def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, by_image
             assert len(parts) > 9 or (len(launches) > 1) == by_images
             rows = run_one(launches[0], call, env, parts, lambda _, found=launches: execute(found))
             for (request, start, count), found in zip(parts, rows, strict=True):
-                if count < min_tokens:
-                    assert (found.view(torch.uint8) == 0x55).all(), "another kernel's request"
-                else:
-                    right = wanted[request][start : start + count]
-                    assert same_bits(found, right), (request, start, count, min_tokens)
+                left = max(count - kept, 0) if count >= min_tokens else count
+                assert (found[:left].view(torch.uint8) == 0x55).all(), "nobody's, or another's"
+                right = wanted[request][start + left : start + count]
+                assert same_bits(found[left:], right), (request, start, count, min_tokens)
 
 
 @pytest.mark.parametrize("world", WORLDS[:4], ids=str)

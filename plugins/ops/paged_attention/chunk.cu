@@ -13,7 +13,7 @@
 // for each), SIZE (of a head, a multiple of 64), TOKENS_PER_BLOCK (a power of two), STAGES, WARPGROUPS (2), UNIT,
 // K_SCALE, V_SCALE, STATIC, IMAGES (whether images.cu has converted the tiles of the launch's heads: then one thread
 // copies them), HAS_CONTEXT (whether tokens before `context_ends` have FP8 products, which are chunk_fp8.cu's; without
-// IMAGES).
+// IMAGES), ENDS (so many tokens at the end of each request are computed; 0: all).
 // Grid: at most one per multiprocessor. `counter` is zero before and after.
 
 #include "ops/paged_attention/chunk_rows.cuh"

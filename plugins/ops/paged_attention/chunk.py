@@ -164,7 +164,8 @@ def chunk_spec(call: OpCall, limits: StepLimits, *, by_images: bool = False) -> 
     stage_bytes = 2 * operand_bytes + 4 * 8  # keys and values, and their barriers
     fixed_bytes = 4 * operand_bytes + request_bytes  # queries of two items
     has_context = bool(call.attributes.get("fp8_context", False))
-    kinds = ["images"] * by_images + ["context"] * has_context
+    ends = kept_tokens(call, limits)
+    kinds = ["images"] * by_images + ["context"] * has_context + [f"ends{ends}"] * (ends > 0)
     stages = min((HOPPER.max_shared_bytes - fixed_bytes) // stage_bytes, _MOST_STAGES)
     return KernelSpec(
         name=".".join(["paged_attention.chunk", *kinds, *words, f"b{requests}"]),
@@ -177,11 +178,21 @@ def chunk_spec(call: OpCall, limits: StepLimits, *, by_images: bool = False) -> 
         ),
         constants=constants
         | {"STAGES": stages, "WARPGROUPS": WARPGROUPS, "IMAGES": by_images}
-        | ({"HAS_CONTEXT": 1} if has_context else {}),
+        | ({"HAS_CONTEXT": 1} if has_context else {})
+        | ({"ENDS": ends} if ends else {}),
         entry="chunk",
         num_warps=4 + ROWS // 16,
         shared_bytes=fixed_bytes + stages * stage_bytes,
     )
+
+
+def kept_tokens(call: OpCall, limits: StepLimits) -> int:
+    """Of each request the last tokens that are computed, 0: all. Those that get logits are among
+    them: the last one of a prompt, and every draft with its root."""
+    if not call.attributes.get("ends_only", False):
+        return 0
+    tokens = ROWS // group_size(call)
+    return -(-(limits.max_draft_len + 1) // tokens) * tokens
 
 
 def request_room(limits: StepLimits) -> tuple[int, int]:

@@ -31,6 +31,9 @@ DEVICE void read_requests(const Shared& shared, const Step& step) {
 #endif
     }
 #endif
+#if ENDS
+    start = max(start, end - ENDS);
+#endif
     volatile Request& to = shared.request(i);
     to.start = start, to.end = end, to.limit = limit;
     shared.request(i + 1).first_block = is_ours ? (end - start + TOKENS - 1) / TOKENS : 0;

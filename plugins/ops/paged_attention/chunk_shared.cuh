@@ -3,6 +3,9 @@
 
 #include "ops/paged_attention/operands.cuh"
 
+#ifndef ENDS
+#define ENDS 0
+#endif
 #ifndef HAS_CONTEXT
 #define HAS_CONTEXT FP8_PRODUCTS  // whether some of a prompt's tokens have FP8 products and the others have not
 #endif

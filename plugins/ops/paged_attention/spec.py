@@ -30,7 +30,9 @@ SPEC = OpSpec(
         "softmax_scale": float,
         "window": int,
     },
-    optional_attributes={"sink_tokens": int, "fp8_context": bool},
+    # ends_only: `out` is read only where tokens get logits, which are the last ones of a request; of
+    # others it may hold anything.
+    optional_attributes={"sink_tokens": int, "fp8_context": bool, "ends_only": bool},
     for_tokens=True,
     rules=(
         *HEAD_RULES,

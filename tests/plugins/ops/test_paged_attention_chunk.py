@@ -53,6 +53,17 @@ def test_its_shared_memory_has_room_for_requests_and_some_tiles(requests):
     assert spec.shared_bytes >= (4 + 2 * stages) * 64 * 128 * 2 + 16 * (requests + 1)
 
 
+@pytest.mark.parametrize(("drafts", "kept"), [(0, 16), (15, 16), (16, 32), (120, 128)])
+def test_where_only_ends_are_read_it_computes_whole_blocks_with_every_draft(drafts, kept):
+    world = World(**MODEL)
+    call, limits = world.call(PROMPT), replace(world.limits(), max_draft_len=drafts)
+    ends = replace(call, attributes={**call.attributes, "ends_only": True})
+    plain, short = chunk.chunk_spec(call, limits), chunk.chunk_spec(ends, limits)
+    assert "ENDS" not in plain.constants and short.constants["ENDS"] == kept
+    assert plain.name != short.name and compile_kernel(short).local_bytes == 0
+    assert short in kernel.kernels(ends, limits) and plain not in kernel.kernels(ends, limits)
+
+
 def test_it_serves_chunks_and_what_is_beside_them():
     world = World(**MODEL)
     built = kernel.kernels(world.call(PROMPT), world.limits())
