@@ -43,8 +43,8 @@ def by_triton(world: World, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tenso
 @pytest.mark.parametrize("by_images", [False, True])
 @pytest.mark.parametrize(("world", "quantize_out"), with_outputs(WORLDS), ids=str)
 def test_chunks_have_the_bits_of_the_triton_kernel(world, quantize_out, by_images, monkeypatch):
-    """By images: tiles are converted before, some KV heads at a time. Of calls that say that only the
-    ends of requests are read, no more than these are written."""
+    """By images: tiles are converted before, some KV heads at a time. Of calls that say that only
+    the ends of requests are read, no more than these are written."""
     monkeypatch.setattr(chunk, "_LONG", 1 if by_images else 1 << 30)
     monkeypatch.setattr(chunk, "_MANY_BLOCKS", 0)
     monkeypatch.setattr(chunk, "_image_bytes", lambda call, limits: 64 << 20)

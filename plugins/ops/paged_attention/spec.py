@@ -30,8 +30,8 @@ SPEC = OpSpec(
         "softmax_scale": float,
         "window": int,
     },
-    # ends_only: `out` is read only where tokens get logits, which are the last ones of a request; of
-    # others it may hold anything.
+    # ends_only: `out` is read only where tokens get logits, the last ones of a request; elsewhere
+    # it may hold anything.
     optional_attributes={"sink_tokens": int, "fp8_context": bool, "ends_only": bool},
     for_tokens=True,
     rules=(
