@@ -150,6 +150,16 @@ inline u32 pair_operation(const char* name, u32 a, u32 b) {
   }
   return y;
 }
+inline u32 bounded(bool is_least, const char* name, u32 a, u32 bound) {  // NaN stays
+  u32 y = 0;
+  for (int i = 0; i < 32; i += 16) {
+    const u16 own = u16(a >> i), its = u16(bound >> i);
+    const auto wide = [&](u16 x) { return name[0] == 'b' ? number(u32(x) << 16) : from_half(x); };
+    const bool is_inside = is_least ? wide(own) <= wide(its) : wide(own) >= wide(its);
+    y |= u32(is_inside || wide(own) != wide(own) ? own : its) << i;
+  }
+  return y;
+}
 }  // namespace emu
 
 #define __grid_constant__
@@ -157,6 +167,7 @@ inline u32 pair_operation(const char* name, u32 a, u32 b) {
 #define blockIdx (emu::now->block)
 #define gridDim (emu::grid)
 #define blockDim (Index{32 * int(emu::now->own->warps.size()), 1, 1})
+#define __noinline__
 #define __shared__ static  // blocks run one after the other
 #define __cvta_generic_to_shared emu::address
 inline void __syncwarp(unsigned = ~0u) { emu::sync_warp(); }

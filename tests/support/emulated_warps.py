@@ -38,10 +38,11 @@ _PTX = {
     ),
     "sub.rn.f16x2": 'emu::fail("bytes of INT8")',
     " %0, %1, %2;": "{0} = emu::pair_operation(INSTRUCTION, {1}, {2})",  # of pairs.cuh
-    "min.NaN.": 'emu::fail("a bound of a pair")',
-    "max.NaN.": 'emu::fail("a bound of a pair")',
+    "min.NaN.": "{0} = emu::bounded(true, NAME, {1}, {2})",  # of pairs.cuh, too
+    "max.NaN.": "{0} = emu::bounded(false, NAME, {0}, {1})",
     "ex2.approx.ftz.f32": "{0} = std::exp2({1})",
     "rcp.approx.ftz.f32": "{0} = 1.0f / ({1})",
+    "rsqrt.approx.ftz.f32": "{0} = 1.0f / std::sqrt({1})",
     "createpolicy": "{0} = 0",
     "mbarrier.init": "emu::barrier_init({0}, {1})",
     "mbarrier.arrive.shared::cta": "emu::barrier_arrive({0})",

@@ -107,7 +107,8 @@ def interpret(example: Example) -> None:
     kernel = operator_module(example.call.op, "kernel")
     env, shape = launch_env(example), step_shape(example.step)
     launches = kernel.launches(example.call, env, shape)
-    assert [launch.spec for launch in launches] == kernel.kernels(example.call, env.limits)
+    compiled = kernel.kernels(example.call, env.limits)
+    assert all(launch.spec in compiled for launch in launches)
     with np.errstate(all="ignore"):  # as on the device, inf / inf is NaN without a word
         run_launches(launches)
 

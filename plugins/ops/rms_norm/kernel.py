@@ -1,7 +1,16 @@
-"""RMS normalization on a GPU: which binaries there are, and how a step launches them."""
+"""RMS normalization on a GPU: which binaries there are, and how a step launches them.
+
+A thread block has a row. Between products of 33 to 256 rows that is `rows.cu`. Blocks of 512
+threads find room by four on a multiprocessor that has nothing else to do, and then wait for memory
+together; so where there are as many multiprocessors as rows, they ask for shared memory that they
+do not need, to be one on each.
+"""
 
 from __future__ import annotations
 
+import torch
+
+from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
 from llmctl.plugins.backends.cuda.kernel_spec import (
     KernelSpec,
@@ -11,14 +20,23 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
 )
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.quantize.kernel import plan_rows
+from llmctl.plugins.ops.quantize.kernel import plan_rows, scaling_of
 
 OWN_ROLES = frozenset({"weight", "scale"})
+FEWEST, MOST = 33, 256  # rows of a step that rows.cu normalizes
+_PART, _MOST_PARTS = 256, 32  # elements of a warp; of a row
+_SHARED_BYTES = 4 * _MOST_PARTS  # sums of squares
+_ALONE_BYTES = HOPPER.max_shared_bytes // 2 + 1024  # two blocks have no room
+_TYPES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
-    """One binary per width, dtype and set of roles."""
-    return [_spec(call)]
+    """One binary per width, dtype and set of roles, and those for steps of many rows."""
+    most, found = min(call.inputs["x"].shape[0], MOST), [_spec(call)]
+    if _covers(call) and most >= FEWEST:
+        alone = {rows <= limits.num_sms for rows in (FEWEST, most)}
+        found += [_rows_spec(call, is_alone) for is_alone in sorted(alone)]
+    return found
 
 
 def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
@@ -40,7 +58,43 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
         some_scale if some_scale is not None else weight,
         float(call.attributes["epsilon"]),
     )
+    if env.use_pdl and FEWEST <= rows <= MOST and _covers(call):
+        stored = call.outputs.get("residual_out", 0)
+        own = (*arguments[:5], stored, arguments[-1])
+        return [Launch(_rows_spec(call, rows <= env.limits.num_sms), (rows, 1, 1), own)]
     return [Launch(_spec(call), (rows, 1, 1), arguments)]
+
+
+def _covers(call: OpCall) -> bool:
+    """Whether rows.cu computes it."""
+    x = call.inputs["x"]
+    parts = x.shape[1] // _PART
+    return (
+        x.dtype in _TYPES
+        and "residual" in call.inputs
+        and scaling_of(call) == "static"
+        and x.shape[1] % _PART == 0
+        and parts <= _MOST_PARTS
+    )
+
+
+def _rows_spec(call: OpCall, is_alone: bool) -> KernelSpec:
+    x = call.inputs["x"]
+    kind, hidden, has_sums = pointer(x.dtype), x.shape[1], "residual_out" in call.outputs
+    words = ["rms_norm", "rows", short_name(x.dtype), f"h{hidden}"]
+    words += ["residual_out"] * has_sums + ["alone"] * is_alone
+    return KernelSpec(
+        name=".".join(words),
+        source="ops/rms_norm/rows.cu",
+        arguments=(
+            *(kind, kind, kind, "*fp32"),
+            *(pointer(call.outputs["out"].dtype), kind if has_sums else "i64", "fp32"),
+        ),
+        constants={"MODEL_TYPE": _TYPES[x.dtype], "HIDDEN": hidden},
+        entry="norm_rows",
+        num_warps=hidden // _PART,
+        shared_bytes=_ALONE_BYTES if is_alone else _SHARED_BYTES,
+    )
 
 
 def _spec(call: OpCall) -> KernelSpec:
