@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.attention import FP8, INT8, Part, World, run_one, same_bits
 from support.gpu import execute
-from support.long_batch import attend_long_batch
+from support.long import BLOCK_ROWS, attend_long
 
-from llmctl.plugins.ops.paged_attention import batch, kernel, long_batch
+from llmctl.plugins.ops.paged_attention import batch, kernel, long, long_batch
 from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT
 
 LENGTHS = (40_000, 20_000, 9_000)
@@ -26,7 +26,7 @@ WORLDS: list[dict[str, Any]] = [
     {"heads": 28, "kv_heads": 4, "size": 128, "dtype": torch.float16, "kv_dtype": torch.float16},
     {"heads": 16, "kv_heads": 1, "size": 128, "kv_dtype": INT8},
 ]
-SHARED = [w for w in WORLDS if (w["size"], w.get("kv_dtype")) == (128, FP8)]  # by long_batch.cu
+SHARED = [w for w in WORLDS if (w["size"], w.get("kv_dtype")) == (128, FP8)]  # by long.cu
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=str)
@@ -81,15 +81,19 @@ def test_requests_of_different_lengths_beside_each_other(world: World) -> None:
 
 @pytest.mark.parametrize("world", SHARED, indirect=True, ids=str)
 def test_thread_blocks_that_share_a_context_or_have_it_alone(world: World) -> None:
-    """Of long_batch.cu: binaries for 48, 88 and 128 rows, one block of rows and two."""
-    assert long_batch.covers_long_batch(world.call([(0, 0, 1)]), world.limits())
+    """Of long.cu and long_batch.cu: each binary, with one block of rows or two."""
+    assert long.covers_long(world.call([(0, 0, 1)]), world.limits())
+    columns = [each.rows for each in long_batch.VARIANTS]
     for end in (LENGTHS[0], 16 * MOST_UNIT * KEYS + 1):
         for tokens in (3, 11, 16, 17):
             parts: list[Part] = [(0, end - tokens, tokens)]
             wanted = context(world, 0, end - tokens, tokens)
-            for splits in (0, 1, 2, 7):
-                (found,) = attend_long_batch(world, parts, execute, splits, bound=LENGTHS[0])
-                assert same_bits(found, wanted), (end, tokens, splits)
+            for rows in (*BLOCK_ROWS, *(columns if tokens == 11 else ())):
+                for splits in (0, 1, 2, 7):
+                    (found,) = attend_long(
+                        world, parts, execute, splits, rows=rows, bound=LENGTHS[0]
+                    )
+                    assert same_bits(found, wanted), (end, tokens, rows, splits)
     many: list[Part] = [(i % 3, LENGTHS[i % 3] - 11, 11) for i in range(30)]
     compare(world, many)
 

@@ -5,10 +5,10 @@ split the keys over thread blocks; those for longer requests, the context chunks
 that may have both launches both kernels, and each skips the other's requests: the result of a row
 is the same in either. Where few thread blocks have to be fast together, verification.cu or
 generation.cu processes the short requests; where many requests have one or two tokens each, or
-contexts are long, batch.cu; where contexts are long and requests have more tokens, long.cu for few
-requests and long_batch.cu for the others; where many have more, tree.cu. chunk.cu processes context
+contexts are long, batch.cu; where contexts are long and requests have more tokens, long.cu or, for
+some batches of chains, long_batch.cu; where many have more, tree.cu. chunk.cu processes context
 chunks, but for tokens with FP8 products, which are chunk_fp8.cu's. In steps with trees one kernel
-that supports paths serves the short (long.py, long_batch.py, tree.py, triton_tree.py).
+that supports paths serves the short (long.py, tree.py, triton_tree.py).
 """
 
 from __future__ import annotations
@@ -54,12 +54,8 @@ from llmctl.plugins.ops.paged_attention.launch_arguments import (
     own_tensors,
     partials,
 )
-from llmctl.plugins.ops.paged_attention.long import long_launch, long_specs
-from llmctl.plugins.ops.paged_attention.long_batch import (
-    is_faster_for_one,
-    long_batch_launch,
-    long_batch_specs,
-)
+from llmctl.plugins.ops.paged_attention.long import cut_of, long_launch, long_specs
+from llmctl.plugins.ops.paged_attention.long_batch import long_batch_launch, long_batch_specs
 from llmctl.plugins.ops.paged_attention.source_specs import SHORT, group_size
 from llmctl.plugins.ops.paged_attention.tiles import count_units
 from llmctl.plugins.ops.paged_attention.triton_specs import (
@@ -209,11 +205,11 @@ def _long(
     if not env.use_pdl:
         return None
     own = own_tensors(call, env), partials(call, env), logit_scale(call)
-    few = long_launch(call, env, shape, *own, short, has_trees=has_trees)
-    is_faster = is_faster_for_one(call, shape, short, has_trees=has_trees)
-    if few is None and shape.num_requests == 1 or few is not None and not is_faster:
-        return few
-    return long_batch_launch(call, env, shape, *own, short, has_trees=has_trees) or few
+    found = long_launch(call, env, shape, *own, short, has_trees=has_trees)
+    if found is None or has_trees:
+        return found
+    us = cut_of(call, env.limits, shape, short, own[1], has_trees=False).us
+    return long_batch_launch(call, env, shape, *own, short, within_us=us) or found
 
 
 def _few(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch | None:

@@ -1,23 +1,19 @@
-// Paged attention of several tokens of a request, chains and trees, against a long context.
+// Paged attention of chains of tokens of several requests, each against a long context, for numbers of rows that long.cu
+// would round up too far.
 //
 // Computes the same bits as the other kernels of this folder. A thread block, one to a multiprocessor, has up to ROWS
 // rows, query tokens times the query heads of one KV head, and reads every tile of its share of a context once for all
-// of them. Its warpgroups process one work item (`unit`, tiles.py) each at a time (long_units.cuh); rows are the columns
-// of their products (long_products.cuh). The thread block with a context's beginning merges its work items as they come;
+// of them. Its warpgroups process one work item (`unit`, tiles.py) each at a time (long_batch_units.cuh); rows are the columns
+// of their products (long_batch_products.cuh). The thread block with a context's beginning merges its work items as they come;
 // if others share the context, they store theirs, and when all have arrived, they merge all of it together
-// (long_merge.cuh), which is why all run at once. A context that is not shared needs no meeting.
+// (long_batch_merge.cuh), which is why all run at once. A context that is not shared needs no meeting.
 //
 // Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads for each),
-// SIZE (of a head, 128), TOKENS_PER_BLOCK (a power of two), ROWS, STREAMS (warpgroups), SLOTS (tiles of a ring), TREE
-// (whether requests may have trees: long_tail.cuh), WINDOW_TILES, SHARED_BYTES, UNIT, MOST_UNIT, K_SCALE, V_SCALE, STATIC.
+// SIZE (of a head, 128), TOKENS_PER_BLOCK (a power of two), ROWS, STREAMS (warpgroups), SLOTS (tiles of a ring),
+// SHARED_BYTES, UNIT, MOST_UNIT, K_SCALE, V_SCALE, STATIC.
 // Grid: splits, KV heads * blocks of rows, requests. Counters are zero before and after.
 
 #include "ops/paged_attention/long_batch_merge.cuh"
-#if TREE
-#include "ops/paged_attention/long_batch_tail.cuh"
-#endif
-
-constexpr int TAIL_TILES = 6;  // of a context take as long as the keys from a tree's root's tile on
 
 // Queries as right operands, in the order of dimensions of load_keys; zeros for missing rows.
 DEVICE void stage_queries(const Shared& shared, const MODEL_TYPE::Storage* q, const Part& part) {
@@ -43,12 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
                 const int* position_ids, const int* cu_q, const int* kv_lens,
                 const int* block_tables, float* partial, int* counters, float softmax_scale,
-                int table_stride, int block_tokens, int max_tokens, int max_entries
-#if TREE
-                , int num_pages, int num_tokens, const int* tree_start, const int* tree_root,
-                const int* paths, int path_stride
-#endif
-    ) {
+                int table_stride, int block_tokens, int max_tokens, int max_entries) {
   extern __shared__ __align__(1024) u8 memory[];
   launch_dependents();
   const Shared shared = {shared_address(memory)};
@@ -59,27 +50,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_dependencies();
   const int request = blockIdx.z, head = blockIdx.y % HEADS;
   const int first_token = blockIdx.y / HEADS * block_tokens;
-#if TREE
-  const StepTrees trees = {tree_start, tree_root, paths, path_stride};
-  const Numbers numbers = trees.load_numbers(cu_q, kv_lens, request);
-#else
   const Numbers numbers = {load_int(cu_q + request), load_int(cu_q + request + 1),
                            load_int(kv_lens + request)};
-#endif
   const int count = numbers.end - numbers.start;
   const int limit = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
   if (count > max_tokens || first_token >= count || limit <= 0) return;
   const int group = blockIdx.z * gridDim.y + blockIdx.y, splits = gridDim.x, nth = blockIdx.x;
-  const int all_tiles = (limit + KEYS - 1) / KEYS;
-#if TREE
-  const int tiles = min(TreePaths::first_tile(numbers), all_tiles);
-  const int end = min(all_tiles, tiles + WINDOW_TILES);
-#else
-  const int tiles = all_tiles, end = all_tiles;
-#endif
-  constexpr int MORE = TREE ? TAIL_TILES : 0;
+  const int tiles = (limit + KEYS - 1) / KEYS;
   Share share;
-  share.divide(tiles, MORE, nth, splits);
+  share.divide(tiles, nth, splits);
   Part part;
   part.head = head, part.request = request, part.first_token = numbers.start + first_token;
   part.num_rows = min(block_tokens, count - first_token) * GROUP;
@@ -89,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   part.entries.states =
       (float2*)(partial + (long long)gridDim.y * gridDim.z * max_entries * (ROWS * SIZE)) +
       entries * ROWS;
-  part.entries.first_unit = Share::border(tiles, MORE, 1, splits);
+  part.entries.first_unit = Share::border(tiles, 1, splits);
   const Stream its(shared, part);
   const int* table = block_tables + (long long)request * table_stride;
   TileCopier copier;
@@ -98,32 +77,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   copier.num_pages = (limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK;
   copier.start(shared, share.first_unit + its.nth);
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
-  int full_tiles = tiles, last_key = 0;
-  if (!TREE) {
-    const int row = min(its.row(), part.num_rows - 1);
-    full_tiles = min(load_int(position_ids + part.first_token) + 1, limit) / KEYS;
-    last_key = min(load_int(position_ids + part.first_token + row / GROUP), limit - 1);
-  }
+  const int row_of_thread = min(its.row(), part.num_rows - 1);
+  const int full_tiles = min(load_int(position_ids + part.first_token) + 1, limit) / KEYS;
+  const int last_key =
+      min(load_int(position_ids + part.first_token + row_of_thread / GROUP), limit - 1);
   stage_queries(shared, q, part);
   __syncthreads();
   {
     Sums sums;
     RowState row;
-#if TREE
-    const Tail tail(memory, numbers);
-    const bool has_tail = nth == splits - 1;
-    // The root's work item, if it begins before the root's tile.
-    const int root_unit = tail.paths.root_unit();
-    const int held = has_tail && unit_start(root_unit) < tiles ? root_unit : -1;
-    const bool is_held =
-        attend_share(its, share, copier, full_tiles, last_key, scale, held, sums, row);
-    if (has_tail) {
-      const Sources from = {q, cache, position_ids, trees, table, table_stride, num_pages, num_tokens};
-      attend_tail(tail, shared, its, is_held, sums, row, from, first_token, end, scale);
-    }
-#else
-    attend_share(its, share, copier, full_tiles, last_key, scale, -1, sums, row);
-#endif
+    attend_share(its, share, copier, full_tiles, last_key, scale, sums, row);
   }
   // Read here, because keeping them through the loop would cost registers.
   const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
@@ -137,6 +100,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (nth == 0) store_merged(shared, part, share.end == 0);
   int* counter = counters + group * 32;  // one cache line each
   meet_shares(counter, splits);
-  merge_entries(part, count_units(end) - part.entries.first_unit + 1, nth, splits, output);
+  merge_entries(part, count_units(tiles) - part.entries.first_unit + 1, nth, splits, output);
   if (threadIdx.x == 0) leave_others(counter, splits);
 }

@@ -6,7 +6,7 @@
 
 #define COLUMNS 8
 #define QUERY_BYTES (SIZE * 16)
-#include "ops/paged_attention/tree_paths.cuh"
+#include "ops/paged_attention/batch_state.cuh"
 
 constexpr int SUMS = ROWS / 2;        // of a thread, of a product with 64 rows
 constexpr int WARPGROUP = 128;        // threads
@@ -35,7 +35,6 @@ struct Columns;
   };
 COLUMN_PRODUCT(48, I24, 24, 25, 26, 27, 28, 29, D24(0))
 COLUMN_PRODUCT(88, I44, 44, 45, 46, 47, 48, 49, D44(0))
-COLUMN_PRODUCT(128, I64, 64, 65, 66, 67, 68, 69, D64(0))
 
 DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

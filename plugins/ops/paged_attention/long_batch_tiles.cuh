@@ -49,8 +49,8 @@ struct Share {
   static constexpr int ITEM_COST = 2, TILE_COST = 4;  // what merging a work item takes, and a tile
   DEVICE static int cost(int unit) { return TILE_COST * unit_start(unit) + ITEM_COST * unit; }
   // The first work item of a share. Of the last one, too, there is one, unless there is none at all.
-  DEVICE static int border(int tiles, int more, int nth, int count) {
-    const int units = count_units(tiles), all = TILE_COST * (tiles + more) + ITEM_COST * units;
+  DEVICE static int border(int tiles, int nth, int count) {
+    const int units = count_units(tiles), all = TILE_COST * tiles + ITEM_COST * units;
     const int target = int((long long)all * nth / count);
     int low = 0, high = max(units - 1, 0);  // the last unit that costs no more
 #pragma unroll 1
@@ -64,11 +64,11 @@ struct Share {
     }
     return low;
   }
-  // Of `tiles` of a context. What follows the tiles is the last share's, and takes as long as `more` tiles.
-  DEVICE void divide(int tiles, int more, int nth, int count) {
-    first_unit = border(tiles, more, nth, count);
+  // Of `tiles` of a context.
+  DEVICE void divide(int tiles, int nth, int count) {
+    first_unit = border(tiles, nth, count);
     begin = min(unit_start(first_unit), tiles);
-    end = nth + 1 == count ? tiles : min(unit_start(border(tiles, more, nth + 1, count)), tiles);
+    end = nth + 1 == count ? tiles : min(unit_start(border(tiles, nth + 1, count)), tiles);
   }
 };
 

@@ -182,14 +182,14 @@ DEVICE void fade_sums(Sums& sums, const Shared& shared, int stream) {
 }
 
 // Attends to the warpgroup's tiles, which `copier` has begun to copy. From full_tiles on a row sees keys up to last_key
-// only. Work item `held` is not finished: its sums and its state are left. Whether there was one.
-DEVICE bool attend_share(const Stream& its, const Share& share, TileCopier& copier, int full_tiles,
-                         int last_key, float scale, int held, Sums& sums, RowState& row) {
+// only.
+DEVICE void attend_share(const Stream& its, const Share& share, TileCopier& copier, int full_tiles,
+                         int last_key, float scale, Sums& sums, RowState& row) {
   const Shared& shared = its.shared;
   const int nth = its.nth;
   Walk at;
   at.start(share.first_unit + nth);
-  if (at.tile >= share.end) return false;
+  if (at.tile >= share.end) return;
   const u32 logits = shared.logits(nth);
   float s[SUMS];
   const auto multiply_keys = [&](int slot) {
@@ -232,11 +232,10 @@ DEVICE bool attend_share(const Stream& its, const Share& share, TileCopier& copi
     const bool is_last = at.tile >= share.end;
     is_first = at.unit != unit;
     if (is_first || is_last) {
-      if (unit == held) return true;
       its.finish(sums, row, unit);
       row.clear();
     }
-    if (is_last) return false;
+    if (is_last) return;
     meet(nth);  // weights and factors have been read
   }
 }

@@ -1,5 +1,6 @@
-// How the thread blocks of long.cu that share a context merge its work items (`unit`) together: each takes some quarters
-// of rows, four dimensions to a thread, and goes through all work items from left to right.
+// How the thread blocks of long.cu that share a context merge what they have stored (Entries): each takes some quarters
+// of rows, four dimensions to a thread, and goes through all entries from left to right. And how rows are written that a
+// thread block has merged alone.
 #pragma once
 
 #include "ops/paged_attention/long_units.cuh"
@@ -8,19 +9,19 @@
 constexpr int QUARTER = SIZE / 4;           // dimensions of a piece of a row
 constexpr int PIECE_THREADS = QUARTER / 4;  // four dimensions each
 constexpr int AT_ONCE = COMPUTING / PIECE_THREADS;  // pieces
-constexpr int BATCH = 16;   // work items whose factors are computed together, one a lane
-constexpr int AHEAD = 32;   // work items on their way to a thread
+constexpr int BATCH = 16;   // entries whose factors are computed together, one a lane
+constexpr int AHEAD = 48;   // entries on their way to a thread
 constexpr int MOST_ROWS = AT_ONCE / 4 + 1;  // of the pieces at once
 static_assert(MOST_ROWS <= COMPUTING / BATCH, "half a warp for the factors of a row");
-static_assert(AHEAD * COMPUTING * 16 <= Tiles::BARRIERS_AT, "where the tiles were");
+static_assert(AHEAD * COMPUTING * 16 <= Tiles::FACTORS_AT, "where the tiles were");
 
 // By how much a row's sums so far, and those of a work item, are multiplied; and what its total is then.
 struct alignas(16) Factor {
   float left, right, total, unused;
 };
-constexpr int MERGE_BYTES = 2 * MOST_ROWS * BATCH * sizeof(Factor);
+static_assert(2 * MOST_ROWS * BATCH * sizeof(Factor) <= OPERAND_BYTES, "where queries were");
 
-DEVICE void meet_computing() { asm volatile("barrier.sync 2, 256;" ::: "memory"); }
+DEVICE void meet_computing() { asm volatile("barrier.sync %0, %1;" ::"r"(2), "n"(COMPUTING) : "memory"); }
 
 // Waits for all thread blocks of a context; what they stored may be read.
 DEVICE void meet_shares(int* counter, int count) {
@@ -36,29 +37,33 @@ DEVICE void leave_shares(int* counter, int count) {
 
 // The factors of one row, BATCH work items after another, by as many lanes.
 struct RowFactors {
-  const Units& units;
+  const Entries& entries;
   int row, count;  // of work items
   bool is_used;
-  float2 state;    // of the lane's work item in the next batch
+  float2 states[AHEAD / BATCH];  // of the lane's work item in the next batches
   float so_far;    // the largest before it
 
-  DEVICE RowFactors(const Units& units_, int row_, int count_, bool is_used_)
-      : units(units_), row(row_), count(count_), is_used(is_used_), so_far(minus_infinity()) {
-    load(0);
+  DEVICE RowFactors(const Entries& entries_, int row_, int count_, bool is_used_)
+      : entries(entries_), row(row_), count(count_), is_used(is_used_), so_far(minus_infinity()) {
+#pragma unroll
+    for (int i = 0; i < AHEAD / BATCH; ++i) states[i] = load(i * BATCH);
   }
-  DEVICE void load(int first) {
+  DEVICE float2 load(int first) const {
     const int unit = first + threadIdx.x % BATCH;
-    state = {minus_infinity(), 0.0f};
+    float2 state = {minus_infinity(), 0.0f};
     if (is_used && unit < count) {
       asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
                    : "=f"(state.x), "=f"(state.y)
-                   : "l"(&units.state(unit, row)));
+                   : "l"(&entries.state(unit, row)));
     }
+    return state;
   }
-  DEVICE void find(Factor* to, int next_first) {
+  DEVICE void find(Factor* to, int batch) {
     const int lane = threadIdx.x % BATCH;
-    const float2 its = state;
-    load(next_first);
+    const float2 its = states[0];
+#pragma unroll
+    for (int i = 1; i < AHEAD / BATCH; ++i) states[i - 1] = states[i];
+    states[AHEAD / BATCH - 1] = load(batch + AHEAD);
     float top = its.x;  // the largest of this work item and those before it
 #pragma unroll
     for (int d = 1; d < BATCH; d *= 2) {
@@ -76,10 +81,10 @@ struct RowFactors {
 };
 
 // Merges and writes what thread block `nth` of `num_shares` takes of the rows' pieces.
-DEVICE void merge_units(const Tiles& shared, u8* memory, const Rows& rows, int count, int nth,
+DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int count, int nth,
                         int num_shares, OUT_TYPE::Storage* out, float value_scale, float quanta) {
-  const Units& units = rows.units;
-  const int pieces = 4 * rows.num_rows, each = (pieces + num_shares - 1) / num_shares;
+  const Entries& entries = part.entries;
+  const int pieces = 4 * part.rows, each = (pieces + num_shares - 1) / num_shares;
   const int end = min((nth + 1) * each, pieces), thread = threadIdx.x - THREADS;
   Factor* factors = (Factor*)(memory + Tiles::FACTORS_AT);
 #pragma unroll 1
@@ -88,13 +93,13 @@ DEVICE void merge_units(const Tiles& shared, u8* memory, const Rows& rows, int c
     const bool is_used = piece < end;
     // The thread's four dimensions of each work item, which it brings for itself.
     const float4* from =
-        units.record(0, row, piece % 4 * (QUARTER / 16), 0) + thread % PIECE_THREADS;
+        entries.record(0, row, piece % 4 * (QUARTER / 16), 0) + thread % PIECE_THREADS;
     const u32 own = shared.base + thread * 16;
     const auto bring = [&](int unit) {
       if (is_used && unit < count) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(own + unit % AHEAD *
                                                                               (COMPUTING * 16)),
-                     "l"(from + (long long)unit * units.rows * (SIZE / 4))
+                     "l"(from + (long long)unit * entries.rows * (SIZE / 4))
                      : "memory");
       }
     };
@@ -106,12 +111,12 @@ DEVICE void merge_units(const Tiles& shared, u8* memory, const Rows& rows, int c
     }
     const int factor_row = thread / BATCH;
     const int last_row = (min(first + AT_ONCE, end) - 1) / 4;
-    RowFactors its(units, first_row + factor_row, count, first_row + factor_row <= last_row);
+    RowFactors its(entries, first_row + factor_row, count, first_row + factor_row <= last_row);
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f}, total = 0.0f;
 #pragma unroll 1
     for (int batch = 0; batch < count; batch += BATCH) {
       Factor* to = factors + batch / BATCH % 2 * (MOST_ROWS * BATCH);
-      its.find(to + factor_row * BATCH, batch + BATCH);
+      its.find(to + factor_row * BATCH, batch);
       asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD / BATCH - 1) : "memory");
       meet_computing();
       if (is_used) {
@@ -139,11 +144,18 @@ DEVICE void merge_units(const Tiles& shared, u8* memory, const Rows& rows, int c
     meet_computing();  // the factors of the last batch have been read
     if (!is_used) continue;
     const float factor = __fdiv_rn(value_scale, total);
-    const long long token = rows.first_token + row / GROUP;
+    const long long token = part.token + row / GROUP;
     const int at = piece % 4 * QUARTER + thread % PIECE_THREADS / 4 * 16 + thread % 4 * 2;
     OUT_TYPE::Storage* its_out =
-        out + (token * HEADS + rows.head) * (GROUP * SIZE) + row % GROUP * SIZE + at;
+        out + (token * HEADS + part.head) * (GROUP * SIZE) + row % GROUP * SIZE + at;
     store_pair(its_out, finish_pair(sums[0], sums[1], factor, quanta));
     store_pair(its_out + 8, finish_pair(sums[2], sums[3], factor, quanta));
   }
+}
+
+// Writes the rows of a context that the thread block has merged alone.
+DEVICE void write_merged(const State& all, const Part& part, OUT_TYPE::Storage* out,
+                         float value_scale, float quanta) {
+  const Item item = {part.head, part.token, part.rows, 0, 0, 0};
+  store(all, item, out, value_scale, quanta);
 }

@@ -1,40 +1,47 @@
-// How long.cu divides a context among thread blocks and warpgroups, and how four warps bring its tiles.
+// How long.cu divides a context among thread blocks, where things are in shared memory, and how four warps bring
+// tiles: bytes are copied to where the thread that asked for them finds them again, so nobody waits for anybody else's,
+// and as many tiles are on their way as there is room for.
 #pragma once
 
 #include "ops/paged_attention/chunk_rows.cuh"
 
-constexpr int SLOTS = 4;           // tiles of keys, and of values, in shared memory
-constexpr int COMPUTING = 2 * 128;  // threads
+constexpr int COMPUTING = 128 * WARPGROUPS;  // threads
 constexpr int ALL_THREADS = THREADS + COMPUTING;
-
-// Shared memory: keys and values of each slot, their barriers, what merging needs.
+constexpr int HALF_TILE = KEYS * SIZE;       // bytes of a tile's keys, or of its values
+static_assert(KV_TYPE::bytes == 1, "converted in registers");
+// Shared memory: keys and values as operands, tiles as the cache has them, queries of each warpgroup, barriers.
 struct Tiles {
   u32 base;
 
-  static constexpr int BARRIERS_AT = 2 * SLOTS * OPERAND_BYTES;
-  static constexpr int FACTORS_AT = BARRIERS_AT + 8 * (4 * SLOTS);
+  static constexpr int BYTES_AT = 2 * STAGES * OPERAND_BYTES;
+  static constexpr int QUERIES_AT = BYTES_AT + BYTE_SLOTS * 2 * HALF_TILE;
+  static constexpr int BARRIERS_AT = QUERIES_AT + WARPGROUPS * OPERAND_BYTES;
+  static constexpr int FACTORS_AT = QUERIES_AT;  // of merging, when queries are no longer needed
+  static constexpr int BYTES = BARRIERS_AT + 8 * (4 * STAGES);
 
   DEVICE u32 keys(int slot) const { return base + slot * OPERAND_BYTES; }
-  DEVICE u32 values(int slot) const { return keys(SLOTS + slot); }
+  DEVICE u32 values(int slot) const { return keys(STAGES + slot); }
+  DEVICE u32 bytes(int slot) const { return base + BYTES_AT + slot * (2 * HALF_TILE); }
+  DEVICE u32 queries(int warpgroup) const { return base + QUERIES_AT + warpgroup * OPERAND_BYTES; }
   DEVICE u32 full_keys(int slot) const { return base + BARRIERS_AT + 8 * slot; }
-  DEVICE u32 empty_keys(int slot) const { return full_keys(SLOTS + slot); }
-  DEVICE u32 full_values(int slot) const { return full_keys(2 * SLOTS + slot); }
-  DEVICE u32 empty_values(int slot) const { return full_keys(3 * SLOTS + slot); }
+  DEVICE u32 empty_keys(int slot) const { return full_keys(STAGES + slot); }
+  DEVICE u32 full_values(int slot) const { return full_keys(2 * STAGES + slot); }
+  DEVICE u32 empty_values(int slot) const { return full_keys(3 * STAGES + slot); }
 };
+static_assert(Tiles::BYTES <= SHARED_BYTES, "room for all of it");
 
-// Tiles [begin, end) of a thread block, of which both warpgroups process every one (streams is 1) or every other work
-// item (streams is 2).
+// Tiles [begin, end) of a thread block.
 struct Share {
-  int begin, end, first_unit, streams;
+  int begin, end, first_unit;
 
-  // Of `tiles` of a context; a share begins where a work item does. What follows the tiles is the last share's, and
-  // takes as long as `more` tiles.
+  // Where share `nth` of `count` begins, of `tiles` of a context: where a work item does. What follows the tiles is the
+  // last share's, and takes as long as `more` tiles.
+  DEVICE static int border(int tiles, int more, int nth, int count) {
+    const int tile = min(int((long long)(tiles + more) * nth / count), tiles);
+    return nth == count ? tiles : unit_start(count_units(tile + 1) - 1);
+  }
   DEVICE void divide(int tiles, int more, int nth, int count) {
-    const auto border = [&](int i) {
-      const int tile = min(int((long long)(tiles + more) * i / count), tiles);
-      return i == count ? tiles : unit_start(count_units(tile + 1) - 1);
-    };
-    begin = border(nth), end = border(nth + 1);
+    begin = border(tiles, more, nth, count), end = border(tiles, more, nth + 1, count);
     first_unit = count_units(begin + 1) - 1;
   }
 };
@@ -47,58 +54,101 @@ struct Walk {
     unit = first_unit;
     tile = unit_start(unit), unit_end = unit_start(unit + 1);
   }
-  DEVICE void next(int units) {  // `units`: from one work item to the next
-    if (++tile == unit_end) start(unit + units);
+  DEVICE void next() {
+    if (++tile == unit_end) start(unit + 1);
   }
 };
 
-// The next tile that a set of registers carries: of the same warpgroup, or the one after the next.
-DEVICE int tile_after(int tile, int streams) {
-  if (streams == 1) return tile + 2;
-  const int unit = count_units(tile + 1) - 1;
-  return unit_start(unit + 1) > tile + 1 ? tile + 1 : unit_start(unit + 2);
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Brings a share's tiles: loads two ahead to registers, converts them there and stores them as operands.
-DEVICE void bring_tiles(const Tiles& shared, Loader (&loader)[2], const Share& share, int limit,
-                        int num_pages) {
-  uint4 k[2][LOADS], v[2][LOADS];
-  int tiles[2] = {share.begin,
-                  share.streams == 1 ? share.begin + 1 : unit_start(share.first_unit + 1)};
-#pragma unroll
-  for (int p = 0; p < 2; ++p) {
-    if (tiles[p] < share.end) loader[p].load_pages(tiles[p], num_pages);
+// Page numbers of a request, one a lane: those of 32 entries of its table, and of the 32 behind.
+struct Pages {
+  const int* table;
+  int count, first;  // entries; the first that a lane has
+  int own, next;
+
+  DEVICE int load(int entry) const { return entry < count ? load_int(table + entry) : 0; }
+  static DEVICE int entry_of(int tile) { return tile / TILES_PER_PAGE * TILE_PAGES; }
+  DEVICE void start(int tile) {
+    first = entry_of(tile) / 32 * 32;
+    own = load(first + lane_id()), next = load(first + 32 + lane_id());
   }
-#pragma unroll
-  for (int p = 0; p < 2; ++p) {
-    if (tiles[p] >= share.end) continue;
-    loader[p].load(tiles[p], 0, k[p]);
-    loader[p].load(tiles[p], 1, v[p]);
-    const int next = tile_after(tiles[p], share.streams);
-    if (next < share.end) loader[p].load_pages(next, num_pages);
-  }
-  int turn = 0;
-#pragma unroll 1
-  for (; tiles[0] < share.end || tiles[1] < share.end; ++turn) {
-    const u32 parity = turn / 2 % 2 ^ 1;
-#pragma unroll
-    for (int p = 0; p < 2; ++p) {
-      if (tiles[p] >= share.end) continue;
-      const int slot = p + turn % 2 * 2, left = limit - tiles[p] * KEYS;
-      tiles[p] = tile_after(tiles[p], share.streams);
-      const bool is_last = tiles[p] >= share.end;
-      barrier_wait(shared.empty_keys(slot), parity);
-      stage(shared.keys(slot), k[p]);
-      tell(shared.full_keys(slot));
-      if (!is_last) loader[p].load(tiles[p], 0, k[p]);
-      barrier_wait(shared.empty_values(slot), parity);
-      clear_from(v[p], left);
-      stage(shared.values(slot), v[p]);
-      tell(shared.full_values(slot));
-      if (is_last) continue;
-      loader[p].load(tiles[p], 1, v[p]);
-      const int next = tile_after(tiles[p], share.streams);
-      if (next < share.end) loader[p].load_pages(next, num_pages);
+  // Directs `loader` to a tile; tiles are asked for in order.
+  DEVICE void aim(Loader& loader, int tile) {
+    const int entry = entry_of(tile);
+    if (entry >= first + 32) {
+      first += 32;
+      own = next, next = load(first + 32 + lane_id());
     }
+#pragma unroll
+    for (int i = 0; i < NUMBERS; ++i) {
+      loader.pages[i] = __shfl_sync(~0u, own, (entry + Loader::nth_page(i)) % 32);
+    }
+  }
+};
+
+// Copies a thread's pieces of a tile's keys and values to a slot: its own 16 bytes of each 2 KB. Tiles from `own_tiles` on
+// have keys of this step, which the kernel before may still be writing.
+DEVICE void fetch(const Loader& loader, const Tiles& shared, int tile, int own_tiles, int slot) {
+  if (tile >= own_tiles) wait_for_dependencies();
+#pragma unroll
+  for (int is_value = 0; is_value < 2; ++is_value) {
+    loader.fetch(tile, is_value, shared.bytes(slot) + is_value * HALF_TILE + threadIdx.x * 16);
+  }
+}
+DEVICE void take(uint4 (&x)[LOADS], u32 from) {
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[i].x), "=r"(x[i].y), "=r"(x[i].z), "=r"(x[i].w)
+                 : "r"(from + i * (THREADS * 16))
+                 : "memory");
+  }
+}
+
+// Brings a share's tiles; those of earlier steps may come before the kernel before has ended.
+DEVICE void bring_tiles(const Tiles& shared, Loader& loader, Pages& pages, const Share& share,
+                        int limit, int own_tiles) {
+  pages.start(share.begin);
+#pragma unroll
+  for (int i = 0; i < BYTE_SLOTS; ++i) {
+    if (share.begin + i < share.end) {
+      pages.aim(loader, share.begin + i);
+      fetch(loader, shared, share.begin + i, own_tiles, i);
+    }
+    commit_copies();
+  }
+  const u32 place = own_place();
+  Ring<STAGES> keys, values;
+  int slot = 0;
+#pragma unroll 1
+  for (int tile = share.begin; tile < share.end; ++tile) {
+    const u32 own = shared.bytes(slot) + threadIdx.x * 16;
+    uint4 x[LOADS];
+    wait_for_copies<BYTE_SLOTS - 1>();
+    take(x, own);
+    barrier_wait(shared.empty_keys(keys.slot), keys.parity ^ 1);
+    stage(shared.keys(keys.slot), x, place);
+    shared_fence();
+    tell(shared.full_keys(keys.slot));
+    keys.advance();
+    take(x, own + HALF_TILE);
+    clear_from(x, limit - tile * KEYS);
+    barrier_wait(shared.empty_values(values.slot), values.parity ^ 1);
+    stage(shared.values(values.slot), x, place);
+    shared_fence();
+    tell(shared.full_values(values.slot));
+    values.advance();
+    const int next = tile + BYTE_SLOTS;
+    if (next < share.end) {
+      pages.aim(loader, next);
+      fetch(loader, shared, next, own_tiles, slot);
+    }
+    commit_copies();
+    if (++slot == BYTE_SLOTS) slot = 0;
   }
 }

@@ -1,128 +1,130 @@
-// What the warpgroups of long.cu do: attend to a share's tiles for 64 rows each, and store every work item (`unit`).
+// What the warpgroups of long.cu do: attend to a share's tiles for 64 rows each, and merge or store every work
+// item (`unit`).
 #pragma once
 
 #include "ops/paged_attention/long_tiles.cuh"
 
-// Where the work items of a block of rows are stored: of each row its sums and its state.
+// Where what others merge of a block of rows is stored (an entry): first what the thread block with the beginning has merged,
+// then the work items behind its share. Of each row its sums and its state.
 //
 // The sums of 16 dimensions are in the order in which a thread of a product has them: four threads' dimensions 2 t,
 // 2 t + 1, and those 8 further.
-struct Units {
-  float* sums;     // [work items, rows, SIZE]
-  float2* states;  // [work items, rows]: largest, total
+struct Entries {
+  float* sums;     // [entries, rows, SIZE]
+  float2* states;  // [entries, rows]: largest, total
   int rows;
+  int first_unit;  // of the second entry
 
-  DEVICE float4* record(int unit, int row, int block, int thread) const {
-    return (float4*)(sums + ((long long)unit * rows + row) * SIZE) + block * 4 + thread;
+  DEVICE int of(int unit) const { return unit - first_unit + 1; }
+  DEVICE float4* record(int entry, int row, int block, int thread) const {
+    return (float4*)(sums + ((long long)entry * rows + row) * SIZE) + block * 4 + thread;
   }
-  DEVICE float2& state(int unit, int row) const { return states[unit * rows + row]; }
+  DEVICE float2& state(int entry, int row) const { return states[entry * rows + row]; }
 };
 
 // What a thread block computes: some tokens of one request, for one KV head.
-struct Rows {
-  int head, request, first_token, num_rows;  // the first of the step's tokens
-  Units units;
-
-  // The row of the block that a computing thread holds in a product; its other is 8 further.
-  DEVICE int own(int r, int streams) const { return streams == 2 ? row_of(r) % 64 : row_of(r); }
+struct Part {
+  int head, token, rows;  // the first of the step's tokens
+  Entries entries;
+  bool merges;  // the context's beginning
 };
 
-// The queries of a thread's rows as left operands; zeros for missing rows.
-DEVICE void load_queries(u32 (&queries)[STEPS][4], const MODEL_TYPE::Storage* q, const Rows& rows,
-                         int streams) {
+// Queries of a warpgroup's 64 rows as a left operand; zeros for missing rows. By its threads.
+DEVICE void stage_queries(u32 target, const MODEL_TYPE::Storage* q, const Part& part) {
+  constexpr int PER_ROW = SIZE / 8, ROW_STEP = 128 / PER_ROW;
+  const int thread = threadIdx.x % 128, piece = thread % PER_ROW;
+  const int first_row = (threadIdx.x - THREADS) / 128 * 64;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = rows.own(r, streams);
-    const long long token = rows.first_token + row / GROUP;
-    const MODEL_TYPE::Storage* from = q + (token * HEADS + rows.head) * (GROUP * SIZE) +
-                                      row % GROUP * SIZE + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const u32* pair = (const u32*)(from + 16 * i + 8 * half);
-        queries[i][2 * half + r] = row < rows.num_rows ? __ldcg(pair) : 0;
-      }
+  for (int i = 0; i < 64 / ROW_STEP; ++i) {
+    const int row = thread / PER_ROW + i * ROW_STEP, its = first_row + row;
+    const long long token = part.token + its / GROUP;
+    uint4 x = {0, 0, 0, 0};
+    if (its < part.rows) {
+      x = __ldcg((const uint4*)(q + (token * HEADS + part.head) * (GROUP * SIZE) + its % GROUP * SIZE + piece * 8));
     }
+    store_shared(target + piece / 8 * HALF_BYTES + row * 128 + ((piece % 8 ^ (row & 7)) << 4),
+                 to_inner(x.x), to_inner(x.y), to_inner(x.z), to_inner(x.w));
   }
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) queries[i][j] = to_inner(queries[i][j]);
-  }
+  shared_fence();
 }
 
-DEVICE void store_unit(const Rows& rows, int streams, int unit, const float (&acc)[SIZE / 2],
-                       const float (&largest)[2], const float (&total)[2]) {
+DEVICE void store_entry(const Part& part, int entry, const State& its, const State::Weighed& weighed) {
   const int thread = thread_from_here() % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = rows.own(r, streams);
-    if (row >= rows.num_rows) continue;
+    const int row = row_of(r);
+    if (row >= part.rows) continue;
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
-      const float* x = &acc[8 * i + 2 * r];
-      __stcg(rows.units.record(unit, row, i, thread), make_float4(x[0], x[1], x[4], x[5]));
+      const float* x = &its.acc[8 * i + 2 * r];
+      __stcg(part.entries.record(entry, row, i, thread), make_float4(x[0], x[1], x[4], x[5]));
     }
-    if (thread == 0) __stcg(&rows.units.state(unit, row), make_float2(largest[r], total[r]));
+    if (thread == 0) {
+      __stcg(&part.entries.state(entry, row), make_float2(weighed.largest[r], weighed.total[r]));
+    }
   }
 }
 
-// Attends to the tiles of the thread's warpgroup. From full_tiles on rows see keys up to last_key only.
-DEVICE void attend_share(const Tiles& shared, const Share& share, const Rows& rows,
-                         const u32 (&queries)[STEPS][4], int full_tiles, const int (&last_key)[2],
-                         float scale) {
-  const int streams = share.streams, nth = streams == 2 ? threadIdx.x / 128 - 1 : 0;
+// A work item that is complete: merged with what is left of it, or stored.
+DEVICE void finish_unit(const Part& part, int unit, State& all, const State& its,
+                        const State::Weighed& weighed) {
+  if (part.merges) {
+    append(all, its, weighed);
+  } else {
+    store_entry(part, part.entries.of(unit), its, weighed);
+  }
+}
+
+// Attends to a share's tiles. From full_tiles on rows see keys up to last_key only. Work item `held` is not finished: it
+// is left in `unit`. Whether there was one.
+DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& part, u32 queries,
+                         int full_tiles, const int (&last_key)[2], float scale, int held, State& all,
+                         State& unit) {
+  all.clear();
+  unit.clear_states();
+  if (share.begin >= share.end) return false;
+  const bool is_idle = row_of(0) / 16 * 16 >= part.rows;  // the warp's rows are all missing
   Walk at;
-  at.start(share.first_unit + nth);
-  if (at.tile >= share.end) return;
-  const bool is_idle = rows.own(0, streams) / 16 * 16 >= rows.num_rows;  // the warp's rows are all missing
-  State state;
-  float s[32];
-  u32 weights[16];
+  at.start(share.first_unit);
+  float s[State::LOGITS];
+  u32 weights[State::WORDS];
   Softening softening;
   const auto find_base = [&] {
     if (at.tile < full_tiles) {
-      softening.find_base<false>(state, s, {}, scale);
+      softening.find_base<false>(unit, s, {}, scale);
     } else {
       int seen[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) seen[r] = last_key[r] - at.tile * KEYS;
-      softening.find_base<true>(state, s, seen, scale);
+      softening.find_base<true>(unit, s, seen, scale);
     }
   };
   const auto weigh = [&] {
     softening.weigh(s, weights, scale);
-    softening.add_weights(state);
+    softening.add_weights(unit);
   };
+  Ring<STAGES> keys, values;
   bool is_first = true;  // tile of its work item
-  int key_slot = nth, value_slot = nth;
-  u32 key_parity = 0, value_parity = 0;
-  const auto advance = [&](int& slot, u32& parity) {
-    slot += streams;
-    if (slot >= SLOTS) slot -= SLOTS, parity ^= 1;
-  };
   const auto multiply_keys = [&] {
-    wait_for_operand(shared.full_keys(key_slot), key_parity);
-    start_logits(s, queries, shared.keys(key_slot));
+    barrier_wait(shared.full_keys(keys.slot), keys.parity);
+    start_logits(s, queries, shared.keys(keys.slot));
   };
   const auto release_keys = [&] {
     keep_order(s);
-    release(shared.empty_keys(key_slot));
-    advance(key_slot, key_parity);
+    release(shared.empty_keys(keys.slot));
+    keys.advance();
   };
   const auto multiply_values = [&] {
-    wait_for_operand(shared.full_values(value_slot), value_parity);
-    start_values(state, weights, shared.values(value_slot), !is_first);
+    barrier_wait(shared.full_values(values.slot), values.parity);
+    start_values(unit, weights, shared.values(values.slot), !is_first);
   };
   const auto release_values = [&] {
-    keep_order(state.acc);
-    release(shared.empty_values(value_slot));
-    advance(value_slot, value_parity);
+    unit.hold();
+    release(shared.empty_values(values.slot));
+    values.advance();
   };
 #pragma unroll
-  for (int i = 0; i < 16; ++i) weights[i] = 0;
-  state.clear_states();
+  for (int i = 0; i < State::WORDS; ++i) weights[i] = 0;
   multiply_keys();
   product_wait<0>();
   release_keys();
@@ -130,32 +132,32 @@ DEVICE void attend_share(const Tiles& shared, const Share& share, const Rows& ro
     find_base();
     weigh();
   }
-  int unit = at.unit;
+  int its = at.unit;
 #pragma unroll 1
-  for (at.next(streams); at.tile < share.end; at.next(streams)) {
+  for (at.next(); at.tile < share.end; at.next()) {
     multiply_keys();
     multiply_values();
     product_wait<1>();
     release_keys();
-    is_first = at.unit != unit;
-    float largest[2], total[2];  // of the work item whose values are being added
-#pragma unroll
-    for (int r = 0; r < 2; ++r) largest[r] = state.largest[r], total[r] = state.total[r];
-    if (is_first) state.clear_states();
+    is_first = at.unit != its;
+    const auto weighed = unit.weighed();  // of the work item whose values are being added
+    if (is_first) unit.clear_states();
     if (!is_idle) find_base();
     product_wait<0>();
     release_values();
     if (is_first) {
-      store_unit(rows, streams, unit, state.acc, largest, total);
-      unit = at.unit;
+      finish_unit(part, its, all, unit, weighed);
+      its = at.unit;
     }
     if (!is_idle) {
       weigh();
-      if (!is_first) softening.fade_values(state);
+      if (!is_first) softening.fade_values(unit);
     }
   }
   multiply_values();
   product_wait<0>();
   release_values();
-  store_unit(rows, streams, unit, state.acc, state.largest, state.total);
+  if (its == held) return true;
+  finish_unit(part, its, all, unit, unit.weighed());
+  return false;
 }

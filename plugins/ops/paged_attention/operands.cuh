@@ -103,6 +103,15 @@ struct Loader {
                    : "memory");
     }
   }
+  // Copies bytes as they are, a thread's pieces one after another.
+  DEVICE void fetch(int tile, int is_value, u32 target) const {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + i * (THREADS * 16)),
+                   "l"(at(tile, i) + is_value * PAGE)
+                   : "memory");
+    }
+  }
   // Prefetches a tile to L2. Data that other blocks may still write does no harm there.
   DEVICE void prefetch(int tile) const {
     constexpr int SHARERS = PIECES < 8 ? PIECES : 8;  // pieces of one line

@@ -22,7 +22,11 @@ from scripts.models.planted_shapes import SHAPES
 
 OF_TREES = " of trees"
 # Bytes a thread, where tests of the kernel say why.
-SPILLS = {"ops/paged_attention/long_batch.cu": 64, "ops/paged_attention/chunk.cu": 32}
+SPILLS = {
+    "ops/paged_attention/long.cu": 64,
+    "ops/paged_attention/long_batch.cu": 64,
+    "ops/paged_attention/chunk.cu": 32,
+}
 OLDEST = Path(sys.prefix) / "oldest-nvrtc"  # scripts/test installs it
 
 

@@ -1,5 +1,6 @@
-"""long_batch.cu with its threads on a CPU: every way to divide contexts gives the same bits, which
-are near those of the reference; the bits of tensor cores are compared on a GPU (tests/gpu)."""
+"""long.cu and long_batch.cu with their threads on a CPU: every way to divide rows and contexts
+gives the same bits, which are near those of the reference; the bits of tensor cores are compared on
+a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from support import emulated_warps
 from support.attention import FP8, Part, World, same_bits
-from support.long_batch import BOUND, attend_long_batch
+from support.long import BLOCK_ROWS, BOUND, attend_long
 from support.trees import along, random_parents
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
@@ -37,29 +38,35 @@ def world_of(group: int, lengths: tuple[int, ...], **sizes: object) -> World:
 
 
 def attend(
-    world: World, parts: list[Part], splits: int, *, has_trees: bool = False
+    world: World,
+    parts: list[Part],
+    splits: int,
+    *,
+    rows: int = BLOCK_ROWS[-1],
+    has_trees: bool = False,
 ) -> list[torch.Tensor]:
     """The rows of the parts, with copies done early or late."""
 
     def execute(launches: Sequence[Launch]) -> None:
         emulated_warps.run(launches, splits, is_late=splits % 2 == 0, together=splits)
 
-    return attend_long_batch(world, parts, execute, splits, has_trees=has_trees)
+    return attend_long(world, parts, execute, splits, rows=rows, has_trees=has_trees)
 
 
 @pytest.mark.parametrize(
-    ("group", "tokens", "lengths", "sizes"),
+    ("group", "tokens", "lengths", "sizes", "rows"),
     [
-        (8, 11, (300, 11), {}),  # a row for each column of a binary
-        (7, 16, (1090,), {"tokens_per_block": 8, "kv_heads": 1}),  # all of a warpgroup copies
-        (8, 17, (200,), {"tokens_per_block": 128, "dtype": torch.float16}),  # two blocks of rows
+        (8, 11, (300, 11), {}, 88),  # a row for each column of a binary
+        (8, 11, (300,), {}, 64),  # two blocks of rows
+        (7, 16, (1090,), {"tokens_per_block": 8, "kv_heads": 1}, 128),  # many pages
+        (8, 17, (200,), {"tokens_per_block": 128, "dtype": torch.float16}, 128),
     ],
     ids=str,
 )
-def test_contexts_divided_in_any_way(group, tokens, lengths, sizes):
+def test_contexts_divided_in_any_way(group, tokens, lengths, sizes, rows):
     world = world_of(group, lengths, **sizes)
     parts = [(request, length - tokens, tokens) for request, length in enumerate(lengths)]
-    whole = torch.cat(attend(world, parts, 1))
+    whole = torch.cat(attend(world, parts, 1, rows=rows))
     step, call = world.step(parts), world.call(parts)
     cache = world.cache.clone()
     cache.view(torch.uint8)[cache.view(torch.uint8) == NAN] = 0
@@ -67,17 +74,18 @@ def test_contexts_divided_in_any_way(group, tokens, lengths, sizes):
     wanted = call.outputs["out"].float()
     assert (whole.float() - wanted).norm() < 2e-3 * wanted.norm()
     for splits in (2, 3, 7):
-        assert same_bits(torch.cat(attend(world, parts, splits)), whole), splits
+        found = torch.cat(attend(world, parts, splits, rows=rows))
+        assert same_bits(found, whole), splits
     for request, length in enumerate(lengths):  # alone, with fewer tokens
-        (few,) = attend(world, [(request, length - 1, 1)], 2)
+        (few,) = attend(world, [(request, length - 1, 1)], 2, rows=rows)
         assert same_bits(few, whole[(request + 1) * tokens - 1 : (request + 1) * tokens])
 
 
-@pytest.mark.parametrize("group", [4, 8])
-def test_rows_have_the_bits_of_decoding_by_another_kernel(group):
+@pytest.mark.parametrize(("group", "rows_of_block"), [(4, 64), (8, 128), (8, 88)])
+def test_rows_have_the_bits_of_decoding_by_another_kernel(group, rows_of_block):
     """verification.cu adds the same numbers in the same order, sums of weights included."""
     world = world_of(group, (700,))
-    rows = attend(world, [(0, 689, 11)], 1)[0]
+    rows = attend(world, [(0, 689, 11)], 1, rows=rows_of_block)[0]
     for token in (0, 10):
         one: list[Part] = [(0, 689 + token, 1)]
         step, call = world.step(one), world.call(one)
@@ -89,16 +97,16 @@ def test_rows_have_the_bits_of_decoding_by_another_kernel(group):
 
 
 @pytest.mark.parametrize(
-    ("group", "drafts", "root"),
-    [(8, 15, 20), (4, 31, 1023), (2, 70, 1100)],
+    ("group", "drafts", "root", "rows"),
+    [(8, 15, 20, 128), (4, 31, 1023, 64), (2, 70, 1100, 128)],
 )
-def test_trees_get_the_bits_of_decoding_their_paths(group, drafts, root):
+def test_trees_get_the_bits_of_decoding_their_paths(group, drafts, root, rows):
     """The root in the first tile, in the last place of one, and in the middle of a work item, with
     paths over three tiles."""
     parents = random_parents(drafts, 3)
     world = world_of(group, (root + drafts + 1, 200), kv_heads=1, trees={0: parents})
     parts = [(0, root, drafts + 1), (1, 195, 5)]
-    found = [attend(world, parts, splits, has_trees=True) for splits in (1, 2, 5)]
+    found = [attend(world, parts, splits, rows=rows, has_trees=True) for splits in (1, 2, 5)]
     for tree, chain in found[1:]:
         assert same_bits(tree, found[0][0]) and same_bits(chain, found[0][1])
     assert same_bits(found[0][1], attend(world, parts[1:], 1)[0])

@@ -1,0 +1,61 @@
+"""Steps of long.cu and long_batch.cu whose rows and contexts are divided as a test likes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
+
+import torch
+
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.ops.paged_attention import batch, long, long_batch
+from llmctl.plugins.ops.paged_attention.launch_arguments import logit_scale, own_tensors, partials
+from llmctl.plugins.ops.paged_attention.tiles import KEYS
+from support.attention import Execute, Part, World, run_one
+
+BOUND = batch.LONG + 1  # tokens of a context, as far as a launch knows
+BLOCK_ROWS = tuple(each.rows for each in long.VARIANTS)  # of thread blocks of long.cu
+
+
+def attend_long(
+    world: World,
+    parts: Sequence[Part],
+    execute: Execute,
+    splits: int = 0,
+    *,
+    rows: int = BLOCK_ROWS[-1],
+    has_trees: bool = False,
+    bound: int = BOUND,
+) -> list[torch.Tensor]:
+    """The rows of the parts where a thread block has `rows` of them (of long_batch.cu, if long.cu
+    has no such binary) and so many share a context (0: as many as a step chooses), with two tokens
+    and one request of padding."""
+    step, call = world.step(parts), world.call(parts, 2)
+    env = replace(world.env(step, 1), use_pdl=True)
+    counts = {"num_tokens": step.num_tokens + 2, "num_requests": step.num_requests + 1}
+    shape = world.shape(step, max_kv_len=bound, **counts)
+    own = own_tensors(call, env), partials(call, env), logit_scale(call)
+    kernel = long if rows in BLOCK_ROWS else long_batch
+    launch: Launch | None
+    with mock.patch.object(kernel, "VARIANTS", [v for v in kernel.VARIANTS if v.rows == rows]):
+        if kernel is long:
+            launch = long.long_launch(call, env, shape, *own, long.MAX_TREE, has_trees=has_trees)
+        else:
+            with mock.patch.object(long_batch, "_has_its_rows", lambda tokens, group: True):
+                launch = long_batch.long_batch_launch(
+                    call, env, shape, *own, long.MAX_TREE, within_us=math.inf
+                )
+    assert launch is not None
+    if splits:
+        tiles = -(-bound // KEYS)
+        entries = (
+            long.most_entries(tiles, splits, has_trees)
+            if kernel is long
+            else long_batch.most_entries(tiles, splits)
+        )
+        at = launch.spec.arguments.index("i32") + 3
+        arguments = [*launch.arguments[:at], entries, *launch.arguments[at + 1 :]]
+        launch = replace(launch, grid=(splits, *launch.grid[1:]), arguments=tuple(arguments))
+    return run_one(launch, call, env, parts, execute)
