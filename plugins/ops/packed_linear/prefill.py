@@ -18,6 +18,7 @@ from llmctl.plugins.ops.packed_linear.arguments import (
     argument_values,
     form_of,
     is_fp8,
+    keeps_best,
     name_of,
     scales_tokens,
     token_map,
@@ -94,8 +95,8 @@ def variants_of(call: OpCall) -> tuple[Variant, ...]:
     they are, have no wide tiles, and those that rotate would need more registers than there are.
     Of small tiles those of one warpgroup are faster, for 64 tokens thin ones.
     """
-    if not is_fp8(call):
-        return LONG, SQUARE, NARROW
+    if not is_fp8(call):  # logits that are not stored leave room for wide tiles
+        return (LONG, WIDE, SQUARE, NARROW) if keeps_best(call) else (LONG, SQUARE, NARROW)
     if name_of(next(iter(call.outputs.values()))) == "float32":
         return SQUARE, NARROW
     if call.op == "packed_linear_swiglu":  # of many tiles, so that few tokens alone leave a rest

@@ -34,6 +34,12 @@ template <int TOKENS>
 DEVICE void store_tile(const Epilogue& e, const Divisor&, Ahead<TOKENS>& ahead,
                        const float (&sum)[TOKENS / 2], int row_tile, int, int token0, u32, u32 values, int warpgroup) {
   const int lane = lane_id(), row = row_tile * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  const int token = token0 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
+  u64 there[TOKENS / 32];  // most keys are below one that is there already: it is only larger later
+#pragma unroll
+  for (int i = 0; i < TOKENS / 32; ++i) {
+    there[i] = token + 32 * i < e.tokens ? *(const volatile u64*)(e.keys + token + 32 * i) : ~0ull;
+  }
   if (PER_TOKEN) warpgroup_sync(warpgroup);  // scales of tokens are there
 #pragma unroll
   for (int some = 0; some < TOKENS; some += 32) {
@@ -45,17 +51,14 @@ DEVICE void store_tile(const Epilogue& e, const Divisor&, Ahead<TOKENS>& ahead,
       finish_sums<TOKENS>(ahead.rows, values, at + lane % 4 * 2, &sum[at / 2], low, high);
 #pragma unroll
       for (int next = 0; next < 2; ++next) {
-        const u64 key = row < e.width ? key_of(low[next], row) : 0;  // else padding
-        keys[2 * i + next] = row + 8 < e.width ? larger(key, key_of(high[next], row + 8)) : key;
+        const float x = low[next], y = high[next];
+        const bool is_first = x >= y || x != x || row + 8 >= e.width;  // what is behind the width is padding
+        keys[2 * i + next] = row < e.width ? key_of(is_first ? x : y, is_first ? row : row + 8) : 0;
       }
     }
     halve<16>(four, keys);
     halve<8>(two, four);
     halve<4>(one, two);
-    const int token = token0 + some + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
-    // Most keys are below one that is there already: it is only larger later.
-    if (token < e.tokens && one[0] > *(const volatile u64*)(e.keys + token)) {
-      atomicMax(e.keys + token, one[0]);
-    }
+    if (one[0] > there[some / 32]) atomicMax(e.keys + token + some, one[0]);
   }
 }

@@ -29,22 +29,61 @@ DEVICE void append(State& all, const State& unit, const State::Weighed& weighed)
   }
 }
 
+// Stores a row of FP8 numbers that four lanes have, each two of every eight dimensions (`pairs`). They exchange them, so
+// that each stores 16 bytes at a time. The row is null where there is none.
+DEVICE void store_bytes(u8* row, const u32 (&pairs)[SIZE / 8]) {
+  const int lane = threadIdx.x % 4;
+  const bool is_high = lane & 2, is_odd = lane & 1;
+#pragma unroll
+  for (int k = 0; k < SIZE / 8; k += 8) {
+    u32 words[4];  // two times two numbers each; of four words a lane ends with that of its number of all lanes
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = pairs[k + 2 * i] | pairs[k + 2 * i + 1] << 16;
+    u32 halves[2][2];  // of lanes 0 and 1, of lanes 2 and 3: two words
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 given = __shfl_xor_sync(~0u, is_high ? words[i] : words[2 + i], 2);
+      const u32 kept = is_high ? words[2 + i] : words[i];
+      halves[0][i] = is_high ? given : kept, halves[1][i] = is_high ? kept : given;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 given = __shfl_xor_sync(~0u, is_odd ? halves[i][0] : halves[i][1], 1);
+      const u32 kept = is_odd ? halves[i][1] : halves[i][0];
+      words[2 * i] = is_odd ? given : kept, words[2 * i + 1] = is_odd ? kept : given;
+    }
+    constexpr u32 LOW = 0x5410, HIGH = 0x7632;  // of two words
+    const uint4 y = {__byte_perm(words[0], words[1], LOW), __byte_perm(words[2], words[3], LOW),
+                     __byte_perm(words[0], words[1], HIGH), __byte_perm(words[2], words[3], HIGH)};
+    if (row) *(uint4*)(row + 8 * k + 16 * lane) = y;
+  }
+}
+
+// Whether lanes exchange what they store. That of tree.cu, with one warpgroup, was not measured in a whole pass.
+constexpr bool EXCHANGES = OUT_TYPE::bytes == 1 && WARPGROUPS > 1;
+
 template <class Its>
 DEVICE void store(const State& all, const Its& item, OUT_TYPE::Storage* out, float value_scale,
                   float quanta) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = row_of(r);
-    if (row >= item.rows) continue;
+    if (!EXCHANGES && row >= item.rows) continue;  // else lanes without a row exchange, too
     const long long token = item.token + row / GROUP;
-    OUT_TYPE::Storage* to = out + (token * HEADS + item.head) * (GROUP * SIZE) + row % GROUP * SIZE +
-                            2 * (threadIdx.x % 4);
+    OUT_TYPE::Storage* its = out + (token * HEADS + item.head) * (GROUP * SIZE) + row % GROUP * SIZE;
+    [[maybe_unused]] OUT_TYPE::Storage* to = its + 2 * (threadIdx.x % 4);
     const float factor = __fdiv_rn(value_scale, all.total[r]);
+    [[maybe_unused]] u32 pairs[SIZE / 8];
 #pragma unroll
     for (int j = 0; j < SIZE / 8; ++j) {
       const float* x = &all.acc[4 * j + 2 * r];
-      store_pair(to + 8 * j, finish_pair(x[0], x[1], factor, quanta));
+      if constexpr (EXCHANGES) {
+        pairs[j] = finish_pair(x[0], x[1], factor, quanta);
+      } else {
+        store_pair(to + 8 * j, finish_pair(x[0], x[1], factor, quanta));
+      }
     }
+    if constexpr (EXCHANGES) store_bytes(row < item.rows ? (u8*)its : nullptr, pairs);
   }
 }
 
