@@ -64,9 +64,11 @@ class Block:
         full_alone: bool = False,
         stages: int = STAGES,
         pace: tuple[int, int, int] = PACE,
+        ahead: int = 0,
     ) -> None:
+        """`ahead`: units that a team takes out of the ring before a product's tokens are there."""
         self.units, self.held, self.full_alone = units, held, full_alone
-        self.stages, self.pace = stages, pace
+        self.stages, self.pace, self.ahead = stages, pace, ahead
         self.full = [[Barrier() for _ in range(CHUNKS)] for _ in range(stages)]
         self.empty = [Barrier() for _ in range(stages)]
         self.there: dict[tuple[int, int], int] = {}  # which unit's chunk a slot has
@@ -111,8 +113,11 @@ class Block:
         taken = 0
         for product in list(range(4)) * LAYERS:
             held = self.held if product == 2 else 0
+            units = range(held + ((team ^ taken ^ held) & 1), self.units[product], 2)
+            for unit in units[: self.ahead]:
+                yield from self._use(taken + unit)
             yield from (self.tokens if held else self.meeting).meet()
-            for unit in range(held + ((team ^ taken ^ held) & 1), self.units[product], 2):
+            for unit in units[self.ahead :]:
                 yield from self._use(taken + unit)
             taken += self.units[product]
             yield from (self.sums if held else self.meeting).meet()

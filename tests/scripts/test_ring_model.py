@@ -33,6 +33,16 @@ def test_a_team_takes_no_unit_before_it_is_there(stages, most):
         assert all(each.ends(seed) for each, seed in zip(block, SEEDS, strict=True)), units
 
 
+@pytest.mark.parametrize("stages", [4, 11])
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("name", SHAPES)
+def test_units_may_be_taken_before_their_tokens_are_there(name, ahead, stages):
+    """As product.cuh takes 4-bit weights."""
+    for units in shares(SHAPES[name])[:2]:
+        block = [Block(units, stages=stages, ahead=ahead) for _ in SEEDS]
+        assert all(each.ends(seed) for each, seed in zip(block, SEEDS, strict=True)), units
+
+
 def test_a_short_odd_ring_with_much_on_its_way_would_let_a_team_do_so():
     units = shares(SHAPES["8b"])[0]
     with pytest.raises(AnotherTurn):

@@ -8,10 +8,13 @@
 namespace attention {
 
 // Lanes that merge a pair of dimensions each, a power of two. Other lanes ask for the work items behind those that
-// these have registers for, so a head's work items are all asked for at once. With 4-bit weights that is not faster.
-constexpr int MERGE_LANES = MXFP4 || SLICE_PAIRS > 16 ? 32 : SLICE_PAIRS > 8 ? 16 : 8;
+// these have registers for, so a head's work items are all asked for at once.
+constexpr int MERGE_LANES = SLICE_PAIRS > 16 ? 32 : SLICE_PAIRS > 8 ? 16 : 8;
 constexpr int MERGE_PARTS = 32 / MERGE_LANES;
-constexpr int AT_ONCE = 16;  // work items of a lane
+// Whether lanes compute what their work items are multiplied with side by side, before they add in turn. With two lanes
+// and 8-bit weights that is not faster.
+constexpr bool IS_SIDE_BY_SIDE = MXFP4 || MERGE_PARTS > 2;
+constexpr int AT_ONCE = IS_SIDE_BY_SIDE ? 8 : 16;  // work items of a lane
 
 // The work items merged so far.
 struct Merged {
@@ -29,7 +32,35 @@ struct Merged {
     largest = __shfl_sync(~0u, largest, lane), total = __shfl_sync(~0u, total, lane);
     a = __shfl_sync(~0u, a, lane), b = __shfl_sync(~0u, b, lane);
   }
+  // The same as `add`, of what `weigh` left.
+  DEVICE void add_weighed(const uint2& state, const uint2& sums) {
+    const float left = __uint_as_float(state.x);
+    total = __fmaf_rn(total, left, __uint_as_float(state.y));
+    a = __fmaf_rn(a, left, __uint_as_float(sums.x));
+    b = __fmaf_rn(b, left, __uint_as_float(sums.y));
+  }
 };
+
+// Multiplies work items by the powers that they are added with, which depend on the largest logits of those before:
+// `largest` of them. A work item's largest logit becomes what the sums before it are multiplied with.
+DEVICE void weigh(uint2 (&states)[AT_ONCE], uint2 (&sums)[AT_ONCE], float largest) {
+#pragma unroll
+  for (int j = 0; j < AT_ONCE; ++j) {
+    const float its = __uint_as_float(states[j].x), top = fmaxf(largest, its), base = finite(top);
+    const float left = exp2(__fsub_rn(largest, base)), right = exp2(__fsub_rn(its, base));
+    largest = top;
+    states[j] = {__float_as_uint(left), __float_as_uint(__fmul_rn(__uint_as_float(states[j].y), right))};
+    sums[j] = {__float_as_uint(__fmul_rn(__uint_as_float(sums[j].x), right)),
+               __float_as_uint(__fmul_rn(__uint_as_float(sums[j].y), right))};
+  }
+}
+// The largest logit of the lane's work items.
+DEVICE float largest_of(const uint2 (&states)[AT_ONCE]) {
+  float largest = __uint_as_float(states[0].x);
+#pragma unroll
+  for (int j = 1; j < AT_ONCE; ++j) largest = fmaxf(largest, __uint_as_float(states[j].x));
+  return largest;
+}
 
 // Merges all work items of a head from left to right, by one warp.
 DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, float value_scale,
@@ -80,13 +111,31 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
             least = min(min(min(least, y[j].y), y[j].x), min(m[j].y, m[j].x));
           }
         } while (MERGE_PARTS > 1 ? __any_sync(~0u, least == 0) : least == 0);
-        // Every lane adds its own to what the lanes before have; the last ones with work items have it all.
         const int parts = min(MERGE_PARTS, (s.units - unit + AT_ONCE - 1) / AT_ONCE);
+        if (IS_SIDE_BY_SIDE) {
+          float largest = merged.largest;
+          if (MERGE_PARTS > 1 && parts > 1) {
+            const float own = largest_of(m);
+#pragma unroll
+            for (int p = 0; p < MERGE_PARTS; ++p) {
+              const float its = __shfl_sync(~0u, own, p * MERGE_LANES + lane_id() % MERGE_LANES);
+              merged.largest = fmaxf(merged.largest, its);
+              if (p < part) largest = fmaxf(largest, its);
+            }
+          } else {
+            merged.largest = fmaxf(merged.largest, largest_of(m));
+          }
+          weigh(m, y, largest);
+        }
+        // Every lane adds its own to what the lanes before have; the last ones with work items have it all.
 #pragma unroll 1
         for (int p = 0; p < (MERGE_PARTS > 1 ? parts : 1); ++p) {
           if (p > 0) merged.take_over((p - 1) * MERGE_LANES + lane_id() % MERGE_LANES);
 #pragma unroll
-          for (int j = 0; j < AT_ONCE; ++j) merged.add(m[j], y[j]);
+          for (int j = 0; j < AT_ONCE; ++j) {
+            if (IS_SIDE_BY_SIDE) merged.add_weighed(m[j], y[j]);
+            else merged.add(m[j], y[j]);
+          }
         }
         if (MERGE_PARTS > 1 && parts > 1) merged.take_over((parts - 1) * MERGE_LANES + lane_id() % MERGE_LANES);
       }
@@ -106,18 +155,27 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
   }
 }
 
+// With 4-bit weights `meanwhile` runs while queries, keys and values come.
+template <class Meanwhile>
 DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const Shared& shared,
-                   Arrivals& arrivals, int* heads, int& heads_expected, bool is_first_layer) {
+                   Arrivals& arrivals, int* heads, int& heads_expected, bool is_first_layer,
+                   const Meanwhile& meanwhile) {
   const float scale =
       layer->k_scale ? __fmul_rn(s.softmax_scale, __ldg(layer->k_scale)) : s.softmax_scale;
   const int warp = MERGE_PARTS > 1 ? __shfl_sync(~0u, threadIdx.x / 32, 0) : threadIdx.x / 32;
   const int team = warp / TEAM, tasks = s.units * HEADS;
   const u32 slots = shared.tokens + team * (SLOTS * SLOT_BYTES);
   heads_expected += s.units * TEAM;
+  Work work;
+  if constexpr (MXFP4) {
+    work = {};
+    if (first_task() < tasks) work = Work(s, layer->cache, slots, first_task());
+    meanwhile();
+  }
 #pragma unroll 1
   for (int task = first_task(); task < HEADS * MAX_UNITS; task += TEAMS * NUM_BLOCKS) {
     if (task < tasks) {
-      Work work(s, layer->cache, slots, task);
+      if (!MXFP4 || task != first_task()) work = Work(s, layer->cache, slots, task);
       take_unit(s, x, arrivals, work, scale);
       __syncwarp();
       if (lane_id() == 0) Arrivals::add(heads + 32 * work.head);

@@ -16,7 +16,7 @@ DEVICE void copy_or_clear_wide(u32 target, const void* source, bool is_real) {
                : "memory");
 }
 
-// The work item of a team, and the warp's part of its tiles.
+// The work item of a team, and the warp's part of its tiles. The first tile is on its way as soon as there is one.
 struct Work {
   const Cached* cache;
   const int* table;
@@ -24,6 +24,7 @@ struct Work {
   int head, unit, tile, end, limit;
   Pages pages, ahead;  // of the tile to copy next, and of the one after it
 
+  Work() = default;
   DEVICE Work(const Step& s, const Cached* cache_, u32 slots_, int task) {
     cache = cache_, table = s.block_tables, limit = s.limit;
     slots = slots_, head = task % HEADS, unit = task / HEADS;
@@ -34,6 +35,8 @@ struct Work {
       pages.load(table, tile, limit);
       if (READS_AHEAD) ahead.load(table, tile + 1, limit);
     }
+    copy(tile);
+    if (!KEEPS) prefetch_next(tile + 1);
   }
   DEVICE u32 slot(int its) const { return slots + u32(its - tile) % SLOTS * SLOT_BYTES; }
   // The warp's keys of a tile, and their values.
@@ -193,10 +196,8 @@ DEVICE void load_logits(Logits& all, u32 keys) {
 DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals, Work& work,
                       float scale) {
   const bool has_second = work.tile + 1 < work.end;
-  work.copy(work.tile);
   Kept kept;
   if (KEEPS && has_second) kept.load(work);
-  else work.prefetch_next(work.tile + 1);
   OwnState state;
   state.clear();
   Queries queries;

@@ -29,8 +29,11 @@ constexpr int COMPUTE = 256, WARPS = COMPUTE / 32;  // threads that compute
 constexpr int COPY = 128;                           // threads that copy
 constexpr int HOLD = HELD > 0 ? 128 : 0;            // threads that hold weights in registers
 // Registers per thread. A multiprocessor has 512 for one thread of each of four warps; a held ring unit takes 64.
-constexpr int COPY_REGISTERS = 40, HOLD_REGISTERS = 40 + 64 * HELD;
-constexpr int COMPUTE_REGISTERS = HELD > 0 ? (512 - COPY_REGISTERS - HOLD_REGISTERS) / 16 * 8 : 232;
+constexpr int COPY_REGISTERS = MXFP4 ? 56 : 40, HOLD_REGISTERS = 40 + 64 * HELD;
+constexpr int COMPUTE_REGISTERS = HELD > 0 ? (512 - COPY_REGISTERS - HOLD_REGISTERS) / 16 * 8 : MXFP4 ? 224 : 232;
+constexpr int THREADS = COMPUTE + COPY + HOLD, AT_START = 65536 / THREADS / 8 * 8;  // registers of each
+static_assert(COMPUTE * COMPUTE_REGISTERS + COPY * COPY_REGISTERS + HOLD * HOLD_REGISTERS <= AT_START * THREADS,
+              "more registers than the block starts with: setmaxnreg would wait for ever");
 constexpr int INTERVAL_BYTES = 512;                 // of K, summed by one chain of wgmma
 constexpr int CHUNKS = MXFP4 ? 2 : 4;               // packed blocks of an interval
 constexpr int ROW_BYTES = MXFP4 ? 136 : 128;        // of a row of a packed block
@@ -97,10 +100,10 @@ struct Shared {
   }
 };
 
-// The same number, but opaque to the compiler. Otherwise, with two tokens, values derived from it would be
-// kept from layer to layer and spill.
+// The same number, but opaque to the compiler. Otherwise, with two tokens or 4-bit weights, values derived from it
+// would be kept from layer to layer and spill.
 DEVICE int anew(int x) {
-  if (TOKENS > 1) asm volatile("" : "+r"(x));
+  if (TOKENS > 1 || MXFP4) asm volatile("" : "+r"(x));
   return x;
 }
 // Forces the value to be computed by this point: work that other blocks wait for should not start with

@@ -28,6 +28,13 @@ DEVICE void tokens_are_ready() {
 // registers.
 constexpr bool ARE_PLACES_KEPT = TOKENS == 1;
 
+// What is not set in every branch takes registers from layer to layer: with 4-bit weights they are needed.
+template <int COUNT>
+DEVICE void set_if_coded(uint4 (&x)[COUNT]) {
+#pragma unroll
+  for (int i = 0; MXFP4 && i < COUNT; ++i) x[i] = {0, 0, 0, 0};
+}
+
 // FP8 tokens of a product. IS_EXCHANGED: they are computed by other blocks of this launch.
 template <class S, bool IS_EXCHANGED>
 DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u8* x, int tokens) {
@@ -38,6 +45,7 @@ DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u
     return token_place<S>(shared.tokens, which(i) / PIECES, which(i) % PIECES * 16);
   };
   uint4 held[ROUNDS];
+  set_if_coded(held);
   u32 to[ROUNDS];
 #pragma unroll
   for (int i = 0; ARE_PLACES_KEPT && i < ROUNDS; ++i) made(to[i] = place(i));
@@ -92,6 +100,7 @@ struct Norm : NormUnits {
   float scale;
 
   DEVICE Norm(const uint4* weights, const float* scale_) : scale(__ldg(scale_)) {
+    set_if_coded(factors);
 #pragma unroll
     for (int i = 0; i < NORM_UNITS; ++i) {
       if (!has(i)) continue;
@@ -117,6 +126,7 @@ struct Norm : NormUnits {
     for (int t = 0; t < TOKENS; ++t) {
       if (t >= tokens) break;
       uint4 added[NORM_UNITS];
+      set_if_coded(added);
       uint4(&h)[NORM_UNITS] = residual.units[t];
       Divisor divisor;
       take_pieces<2>(added, from + t * (HIDDEN * 2), WARPS * 32 * 16, has,

@@ -1,8 +1,8 @@
 // All decoder layers for one or two tokens in one kernel: the time of a step is that of reading the weights.
 //
-// One thread block per multiprocessor. Four warps (two for 4-bit weights) copy this block's share of all
-// weights, product after product, through a ring of STAGES units (copy.cuh); they never wait for another
-// block, so the next weights arrive while results are exchanged and while attention runs.
+// One thread block per multiprocessor. Four warps (two for 4-bit weights; a third prefetches) copy this
+// block's share of all weights, product after product, through a ring of STAGES units (copy.cuh); they never
+// wait for another block, so the next weights arrive while results are exchanged and while attention runs.
 // Eight warps compute: each product reads its tokens as other blocks finish them (exchange.cuh) and
 // multiplies what the ring holds (product.cuh); attend.cuh has the attention between products. Four more warps
 // may hold some units of gate and up if the ring is too small for what could be loaded meanwhile (hold.cuh).
@@ -24,6 +24,7 @@
 #include "fused/decoder_layers/attend.cuh"
 #include "fused/decoder_layers/copy.cuh"
 #include "fused/decoder_layers/hold.cuh"
+#include "fused/decoder_layers/prefetch.cuh"
 
 // The addresses of two values of a group of queries, keys or values: `at`, and `apart` further.
 struct RotatedPlace {
@@ -87,38 +88,6 @@ DEVICE void keep_field(const Shared& shared, int half, u64 field) {
   const u32 to = shared.layers + half * sizeof(Layer) + threadIdx.x * 8;
   asm volatile("st.shared.u64 [%0], %1;" ::"r"(to), "l"(field) : "memory");
 }
-// The scales of this block's rows.
-template <class S>
-DEVICE void prefetch_scales(u64 scales) {
-  const Share<S> share;
-  for (int i = 0; i < share.count; ++i) {
-    prefetch(scales + (share.first + i * NUM_BLOCKS) * (S::GROUP_ROWS * 4));
-  }
-}
-// NVRTC 13.2 does not know __builtin_offsetof.
-#define FIELD_OF(NAME) (int((const char*)&((const Layer*)0)->NAME - (const char*)0) / 8)
-// Prefetches what a thread's field of the next layer points to, except weights and cache: data that all blocks
-// read, one line by each block.
-DEVICE void prefetch_field(u64 field) {
-  const int i = threadIdx.x, block = blockIdx.x;
-  if (i >= sizeof(Layer) / 8 || !field) return;
-  if (i == FIELD_OF(qkv.weight_scale)) {
-    prefetch_scales<QkvSize>(field);
-  } else if (i == FIELD_OF(o.weight_scale)) {
-    prefetch_scales<OSize>(field);
-  } else if (i == FIELD_OF(gate_up.weight_scale)) {
-    prefetch_scales<GateUpSize>(field);
-  } else if (i == FIELD_OF(down.weight_scale)) {
-    prefetch_scales<DownSize>(field);
-  } else if (i == FIELD_OF(qkv_norm) || i == FIELD_OF(mlp_norm)) {
-    if (block < HIDDEN / 64) prefetch(field + block * 128);
-  } else if (i == block) {
-    const bool is_scale = i < FIELD_OF(qkv_norm) ? i % 4 == FIELD_OF(qkv.x_scale)
-                                                 : i != FIELD_OF(cache);
-    if (is_scale) prefetch(field);
-  }
-}
-#undef FIELD_OF
 
 template <int COUNT, bool ARE_MORE>  // ARE_MORE: more than a thread had at the start
 DEVICE void take_registers() {
@@ -154,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
   if (threadIdx.x >= COMPUTE) {  // leave registers to the warps that compute
     take_registers<COPY_REGISTERS, false>();
     const int chunk = (threadIdx.x - COMPUTE) / 32;
-    if (lane_id() == 0 && chunk < CHUNKS) copy_all(shared, all, num_layers, chunk);
+    if (IS_PREFETCHED_BY_A_WARP && chunk == CHUNKS) prefetch_layers(all, num_layers);
+    else if (lane_id() == 0 && chunk < CHUNKS) copy_all(shared, all, num_layers, chunk);
     return;
   }
   take_registers<COMPUTE_REGISTERS, true>();
@@ -173,7 +143,8 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
   for (int l = 0; l < num_layers; ++l) {
     const Layer* layer = (const Layer*)(memory + (shared.layers - shared.base)) + l % 2;
     const bool is_last = l == num_layers - 1;
-    const u64 next_field = load_field(all + (is_last ? l : l + 1));
+    const auto load_next = [&] { return load_field(all + (is_last ? l : l + 1)); };
+    u64 next_field = MXFP4 ? 0 : load_next();
     {
       const Weights& w = layer->qkv;
       const RopeEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, ATTENDED,
@@ -206,11 +177,14 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
         }
         if (fresh.to) fresh.to[0] = fresh.left, fresh.to[y.apart] = fresh.right;
       };
-      product<QkvSize, RopeEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
+      Expanded first = {};
+      product<QkvSize, RopeEnd>(shared, arrivals, tokens, taken, e, first, bring, finish, clear_places);
     }
     meet();  // keys and values are written where tokens and sums were
     if (HELD > 0) holders_arrive<QKV_IS_DONE>();
-    attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l == 0);
+    Expanded first_of_o = {};
+    attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l == 0,
+                      [&] { expand_first<OSize>(shared, taken, first_of_o); });
     {
       const Weights& w = layer->o;
       const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
@@ -232,8 +206,9 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
           clear<2>(exchange, O_AT + hidden_place(item, r) * 2);
         }
       };
-      product<OSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
+      product<OSize, PlainEnd, true>(shared, arrivals, tokens, taken, e, first_of_o, bring, finish, clear_places);
     }
+    if (MXFP4) next_field = load_next();  // later: it takes registers
     {
       const Weights& w = layer->gate_up;
       const SwigluEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens,
@@ -251,11 +226,11 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
       const auto clear_places = [&](const Item<GateUpSize>& item) {
         clear<1>(exchange, activated_at(item));
       };
-      product<GateUpSize, SwigluEnd>(shared, arrivals, tokens, taken, e, bring, finish,
-                                     clear_places);
+      Expanded first = {};
+      product<GateUpSize, SwigluEnd>(shared, arrivals, tokens, taken, e, first, bring, finish, clear_places);
     }
     keep_field(shared, (l + 1) % 2, next_field);
-    prefetch_field(next_field);
+    if (!IS_PREFETCHED_BY_A_WARP) prefetch_field(next_field);
     {
       const Weights& w = layer->down;
       const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
@@ -280,7 +255,8 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
           clear<2>(exchange, DOWN_AT + hidden_place(item, r) * 2);
         }
       };
-      product<DownSize, PlainEnd>(shared, arrivals, tokens, taken, e, bring, finish, clear_places);
+      Expanded first = {};
+      product<DownSize, PlainEnd>(shared, arrivals, tokens, taken, e, first, bring, finish, clear_places);
     }
     exchange.turn();
   }
