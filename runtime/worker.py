@@ -150,6 +150,8 @@ class Worker:
         self._delivery.hold(report, started, self._inbox.num_queued)
         if not self._defers or not self.scheduler.has_work:
             self._delivery.flush()
+        else:
+            self._delivery.post_first_tokens()
 
     def _learn(self, report: StepReport) -> None:
         """Update the limit for prompt chunks from the measured step."""
