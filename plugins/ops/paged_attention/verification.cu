@@ -11,6 +11,8 @@
 // kernel that writes the cache lets later kernels start only after its own wait (WRITES_CACHE in epilogue.cuh).
 // After the wait the parameters are compared with the actual ones; if they differ, everything is loaded again.
 //
+// Of two blocks the first may have fewer work items than the second (`first_share`).
+//
 // With more than eight work items per block, the second tile of a work item is also copied at once if the work
 // item SPARE further has none and its slot is free.
 //
@@ -55,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   Numbers numbers = {0, 0, 0};
   TileCopier copier(cache, head, table);
-  const int first_unit = rank * UNITS + warp, first_tile = unit_start(first_unit);
+  const int even_unit = rank * UNITS + warp, even_tile = unit_start(even_unit);  // with equal shares
+  int first_tile;
   const bool is_unit = !TREE || warp < UNITS, is_tail = TREE && !is_unit && warp < UNITS + TAILS;
   Tail tail;
   bool has_second = false;  // its work item has a second tile, and a slot is unused
@@ -78,9 +81,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     numbers = gathered.numbers;
     const int last = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
     copier.limit = TREE ? min(Tail::first_tile(numbers) * KEYS, last) : last;
-    has_second = first_unit >= 16 && warp + SPARE < UNITS &&
-                 (first_tile + 1) * KEYS < copier.limit &&
-                 unit_start(first_unit + SPARE) >= (last + KEYS - 1) / KEYS;
+    const int end = (last + KEYS - 1) / KEYS, share = first_share(end);
+    first_tile = share == UNITS ? even_tile : rank * share + warp;
+    has_second = even_unit >= 16 && warp + SPARE < UNITS &&
+                 (even_tile + 1) * KEYS < copier.limit &&
+                 unit_start(even_unit + SPARE) >= end;
     if (is_unit) bring(true);
   };
   gather();
@@ -164,13 +169,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < TILE_PAGES; ++i) copier.pages[i] = its.pages[i];
   };
+  const int share = first_share(tiles), most = rank == 0 ? share : UNITS;  // work items of the first block, of this one
 #pragma unroll 1
-  for (int round = 0; (round * SPLITS + rank) * UNITS < known_units(); ++round) {
-    const int start = (round * SPLITS + rank) * UNITS;
+  for (int round = 0; round * SPLITS * UNITS + rank * share < known_units(); ++round) {
+    const int start = round * SPLITS * UNITS + rank * share;
     const auto own_unit = [&] { return start + own_warp(); };
     const auto next_first = [&] { return first_of(own_unit() + SPLITS * UNITS); };
     if (is_tail) Tail::finish(shared, start, known_units(), reload(gathered.all_tiles), scale);
-    const bool is_busy = TREE ? is_unit && first_of(own_unit()) < known_tiles() : own_unit() < units;
+    const bool is_busy = TREE ? is_unit && first_of(own_unit()) < known_tiles() : own_unit() < min(units, start + most);
     FirstColumns some;
     OtherColumns others;
     if (HAS_OTHERS && is_busy && ends_with(own_unit(), first_of(own_unit()))) {
@@ -235,11 +241,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (TREE && is_busy && own_unit() == count_units(known_tiles() + 1) - 1) Tail::stopped();
     __syncthreads();
     const int units_now = known_units();
-    const bool has_before = start > 0, is_last = start + UNITS >= units_now;
+    const bool has_before = start > 0, is_last = start + most >= units_now;
     const u32 parity = (rank > 0 ? round : round - 1) & 1;
     if (own_warp() < MERGERS) {
       Merged merged;
-      merged.append(shared, min(units_now - start, UNITS), has_before, parity);
+      merged.append(shared, min(units_now - start, most), has_before, parity);
       if (is_last) {
         const Numbers its = gathered.numbers;
         const long long at = (its.start + first_token) * HEADS + head;

@@ -69,7 +69,10 @@ class Variant:
         message = self.rows * (size * 4 + 8)
         queries = self.rows * size * 2
         end = self.splits * self.units
-        tiles = unit_start(end) - unit_start(end - self.units)  # of the last block's first units
+        # The tiles that may be of the last block's first units: of two the first may have fewer.
+        has_shares = self.splits == 2 and not self.has_trees
+        least = (7 if self.units > 8 else (self.units - 2) // 2) if has_shares else self.units
+        tiles = unit_start(end) - unit_start((self.splits - 1) * least)
         pages = tiles * KEYS // limits.tokens_per_block + (limits.tokens_per_block > KEYS)
         gathered = -(-4 * (self.rows + 7 + pages + 2) // 8) * 8
         trees = 0

@@ -7,7 +7,9 @@
 
 constexpr int TAILS = TREE ? ROWS / 8 : 0;  // warps for the keys behind a tree's root
 constexpr int WARPS = UNITS + TAILS + SPARE_WARPS, THREADS = 32 * WARPS;  // the spare ones merge
-constexpr int FIRST_TILES = unit_start(SPLITS * UNITS) - unit_start((SPLITS - 1) * UNITS);
+constexpr bool HAS_SHARES = SPLITS == 2 && !TREE;  // the first block may have fewer work items than the second
+constexpr int LEAST_SHARE = !HAS_SHARES ? UNITS : UNITS > 8 ? 7 : (UNITS - 2) / 2;
+constexpr int FIRST_TILES = unit_start(SPLITS * UNITS) - unit_start((SPLITS - 1) * LEAST_SHARE);
 constexpr int FIRST_PAGES = FIRST_TILES * KEYS / TOKENS_PER_BLOCK + (TOKENS_PER_BLOCK > KEYS);
 constexpr int SPARE = UNITS == 12 ? 4 : UNITS == 10 ? 2 : UNITS;  // work items from one to the one whose slot its second tile may use
 constexpr int PAGE_LOADS = (FIRST_PAGES + 31) / 32;
@@ -23,7 +25,20 @@ struct Gathered {
   float value_scale, quanta;
 };
 
-DEVICE int first_page(int rank) { return unit_start(rank * UNITS) * KEYS / TOKENS_PER_BLOCK; }
+DEVICE int first_page(int rank) {
+  return (HAS_SHARES ? rank * LEAST_SHARE : unit_start(rank * UNITS)) * KEYS / TOKENS_PER_BLOCK;
+}
+
+// How many work items the first block has: three fewer than the second, which waits for what the first has merged, where
+// two hold all those of a context and each has one tile. With second tiles, from the 18th tile on, that is slower. Few
+// instructions, because nothing is copied before them.
+DEVICE int first_share(int tiles) {
+  if (!HAS_SHARES) return UNITS;
+  if (UNITS > 8) return tiles == 17 ? 7 : UNITS;  // shorter contexts have eight work items a block
+  return tiles > UNITS && tiles <= 2 * UNITS ? max(tiles - UNITS, (tiles - 3) / 2) : UNITS;
+}
+static_assert(!HAS_SHARES || LEAST_SHARE < 16, "work items of one tile");
+static_assert(!HAS_SHARES || UNITS <= 8 || UNITS >= 10, "the second block holds ten of 17");
 
 // The step parameters as a warp reads them for its block.
 struct First {

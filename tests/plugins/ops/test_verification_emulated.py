@@ -93,12 +93,15 @@ def test_they_are_what_the_reference_computes(monkeypatch):
 @pytest.mark.parametrize(
     ("root", "alone", "many"),
     [(60, Variant(4, 4, 8), Variant(2, 8, 16)), (1030, Variant(5, 4, 8), Variant(2, 10, 16))]
+    + [(640, Variant(4, 4, 8), Variant(2, 8, 16)), (1085, Variant(4, 4, 8), Variant(2, 10, 16))]
+    + [(1210, Variant(4, 4, 8), Variant(2, 10, 16)), (1030, Variant(4, 4, 8), Variant(2, 8, 8))]
     + [(1500, Variant(2, 8, 8), Variant(2, 12, 16))],
     ids=str,
 )
 def test_chains_have_the_bits_of_decoding(monkeypatch, root, alone, many):
-    """A second tile of a work item is copied at once where there are ten or twelve a thread
-    block."""
+    """Of two thread blocks the first has fewer work items than the second, where these have a tile
+    each: 4 and 7, 7 and 10. A second tile of a work item is copied at once where there are ten or
+    twelve a thread block."""
     force(monkeypatch, alone, many)
     world, execute = world_of("70b, FP8", root + 11), Runs()
     (found,) = world.run([(0, root, 11)], execute)
