@@ -129,7 +129,7 @@ def test_blocks_run_at_once_and_cover_every_token(sizes):
     + [(1, 32, 1024, "k2u8r16"), (1, 64, 1024, "tree"), (4, 21, 1024, "tree")]
     + [(1, 21, 4096, "k2u8r24"), (1, 2, 5000, "long"), (1, 16, 5000, "long")]
     + [(1, 32, 1537, "k2u8r16"), (16, 16, 1024, "tree"), (1, 65, 1024, "tree")]
-    + [(1, 120, 1024, "tree"), (1, 130, 1024, ""), (1, 32, 5000, "long"), (4, 21, 5000, "")],
+    + [(1, 120, 1024, "tree"), (1, 130, 1024, ""), (1, 32, 5000, "long"), (4, 21, 5000, "long")],
 )
 def test_trees_take_the_kernel_that_was_fastest(requests, tokens, most, name):
     """As measured (docs/performance/trees.md); no name is Triton's kernel."""
