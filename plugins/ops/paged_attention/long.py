@@ -73,7 +73,7 @@ MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's t
 _TAIL_TILES = 6  # that take as long in long.cu as what follows a tree's root
 # Microseconds that thread blocks which share contexts take longer: they meet, and merge.
 _SHARING_US = 18.0
-_ALONE = 0.7  # of a tile's time, where a multiprocessor has one thread block that could have two
+_ALONE = 0.8  # of a tile's time, where a multiprocessor has one thread block that could have two
 # Tokens of a context up to which generation.cu is as fast for one chain of more rows than a
 # warpgroup has (docs/performance/log/attention.md).
 _AS_FAST = 8192
