@@ -153,8 +153,9 @@ def check_pages(specs: Sequence[KernelSpec]) -> None:
     """Nothing spilled but what is known."""
     for spec in specs:
         # Trees have up to twelve warps, 168 registers each; with some values in local memory they
-        # are still the fastest (docs/performance/trees.md). Chains spill nothing.
-        allowed = 304 if spec.name.endswith("r24.trees") else 48 * spec.name.endswith(".trees")
+        # are still the fastest (docs/performance/trees.md). Chains spill nothing. Of up to 16 rows
+        # these are 32 bytes, 64 by the oldest compiler that is taken with blocks of 16 tokens.
+        allowed = 304 if spec.name.endswith("r24.trees") else 64 * spec.name.endswith(".trees")
         assert compile_kernel(spec).local_bytes <= allowed, spec.name
 
 
