@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 def _product() -> str:
     """The parts of the epilogue that it needs."""
     text = (PLUGINS / EPILOGUE).read_text()
-    first, last = ("#elif EPILOGUE == 3\n\nstruct", "#else\n\nstruct")
+    first, last = (f"#elif EPILOGUE == {i}\n\nstruct" for i in (3, 2))
     common = text[: text.index("#if EPILOGUE == 0\n\nstruct")]
     own = text[text.index(first) + len("#elif EPILOGUE == 3\n") : text.index(last)]
     return f'#include "{MEETING}"\n{common}{own}{_PRODUCT}'
