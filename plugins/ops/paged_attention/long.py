@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from llmctl.plugins.backends.cuda.kernel_spec import (
     KernelSpec,
@@ -79,17 +79,20 @@ _ALONE = 0.8  # of a tile's time, where a multiprocessor has one thread block th
 _AS_FAST = 8192
 
 
+AnyVariant = TypeVar("AnyVariant")  # of long.cu or long_batch.cu
+
+
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Generic[AnyVariant]):
     """How a step is divided among thread blocks."""
 
-    variant: Variant
+    variant: AnyVariant
     block_tokens: int  # of a request, in a thread block
     num_blocks: int  # of rows of a request
     splits: int  # thread blocks that share a context
     entries: int  # stored work items of a context, at most; 0 where nobody shares one
-    lacks_room: bool  # more would share it if there were room for their work items
     us: float  # about what it takes
+    lacks_room: bool = False  # more would share it if there were room for their work items
 
 
 def covers_long(call: OpCall, limits: StepLimits, *, has_trees: bool = False) -> bool:
@@ -173,7 +176,7 @@ def cut_of(
     partials: tuple[torch.Tensor, torch.Tensor],
     *,
     has_trees: bool,
-) -> Cut:
+) -> Cut[Variant]:
     """The fastest way by the time of a tile and waves of thread blocks."""
     room = partials[0].numel()
     size, group = int(call.attributes["head_size"]), group_size(call)
@@ -192,7 +195,9 @@ def cut_of(
         us = each * variant.tile_us if splits == 1 else each * variant.shared_tile_us + _SHARING_US
         if variant.blocks > 1 and groups * splits <= limits.num_sms:
             us *= _ALONE
-        found.append(Cut(variant, block_tokens, num_blocks, splits, entries, splits < wanted, us))
+        found.append(
+            Cut(variant, block_tokens, num_blocks, splits, entries, us, lacks_room=splits < wanted)
+        )
     return min(found, key=lambda each: each.us)
 
 

@@ -24,7 +24,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
 )
 from llmctl.plugins.ops.paged_attention.batch import is_long
-from llmctl.plugins.ops.paged_attention.long import WARPGROUP_ROWS, covers_long
+from llmctl.plugins.ops.paged_attention.long import WARPGROUP_ROWS, Cut, covers_long
 from llmctl.plugins.ops.paged_attention.source_specs import (
     group_size,
     most_short_tokens,
@@ -64,18 +64,6 @@ VARIANTS = (Variant(48, 3, 3, 0.84, 0.94), Variant(88, 2, 3, 1.12, 1.25))
 _SHARING_US = 32.0
 # How long_batch.cu divides a context: what merging a work item costs, and a tile.
 _ITEM_COST, _TILE_COST = 2, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a step is divided among thread blocks."""
-
-    variant: Variant
-    block_tokens: int  # of a request, in a thread block
-    num_blocks: int  # of rows of a request
-    splits: int  # thread blocks that share a context
-    entries: int  # stored work items of a context, at most; 0 where nobody shares one
-    us: float  # about what it takes
 
 
 def _has_its_rows(tokens: int, group: int) -> bool:
@@ -132,14 +120,16 @@ def long_batch_launch(
     return Launch(spec, (cut.splits, rows, shape.num_requests), arguments)
 
 
-def choose_cut(call: OpCall, limits: StepLimits, shape: StepShape, short: int, room: int) -> Cut:
+def choose_cut(
+    call: OpCall, limits: StepLimits, shape: StepShape, short: int, room: int
+) -> Cut[Variant]:
     """The fastest way by the time of a tile and waves of thread blocks. room: numbers for work
     items."""
     size, group = int(call.attributes["head_size"]), group_size(call)
     most = min(shape.max_query_len, short)
     tiles = -(-min(shape.max_kv_len, limits.max_seq_len) // KEYS)
     contexts = shape.num_requests * int(call.attributes["num_kv_heads"])
-    found: list[Cut] = []
+    found: list[Cut[Variant]] = []
     for variant in VARIANTS:
         if variant.rows < group:
             continue
