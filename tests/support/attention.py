@@ -86,6 +86,16 @@ class World:
             scales["out_scale"] = 2.0 / 448
         self.scales = {k: torch.tensor([v], device=self.device) for k, v in scales.items()}
 
+    def fill_unused(self, byte: int) -> None:
+        """Every byte of the cache that no request's context has is this one."""
+        used = torch.zeros(self.cache.shape[1], self.tokens_per_block, dtype=torch.bool)
+        for table, length in zip(self.tables, self.lengths, strict=True):
+            positions = torch.arange(length)
+            blocks = table[positions // self.tokens_per_block].long()
+            used[blocks, positions % self.tokens_per_block] = True
+        unused = ~used[None, :, None, None, :, None].expand(self.cache.shape)
+        self.cache.view(torch.uint8)[unused] = byte
+
     @property
     def attributes(self) -> dict[str, int | float | str | bool]:
         """Those of the operator, for layer 0."""

@@ -29,7 +29,7 @@ class Ranks;
 
 constexpr int32_t kAbiVersion = 12;  // binding.py holds the same number
 constexpr int kMaxTensors = 8;
-constexpr int kMaxAttributes = 8;
+constexpr int kMaxAttributes = 10;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time
 constexpr int kMaxHeadSize = 512;  // bounds the scratch of attention and rope
 

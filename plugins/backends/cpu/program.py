@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 
 from llmctl.plugins.backends.cpu.binding import (
     DTYPES,
-    MAX_ATTRIBUTES,
     Op,
     Step,
     TensorRef,
@@ -128,8 +126,7 @@ def _pack(call: OpCall, extent: Extent) -> Op:
         if tensor is not None:
             op.tensors[index] = _tensor_ref(tensor)
     attributes = {**spec.attributes, **spec.optional_attributes}
-    # An attribute beyond the first ones only allows to leave something out.
-    for index, (name, kind) in enumerate(islice(attributes.items(), MAX_ATTRIBUTES)):
+    for index, (name, kind) in enumerate(attributes.items()):
         value = call.attributes.get(name, 0)  # an optional attribute that is absent is 0
         if kind is float:
             op.reals[index] = float(value)

@@ -5,6 +5,7 @@ which programs keep them; the binaries."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,8 @@ def test_a_program_stores_logits_unless_the_best_ids_are_all_that_a_step_wants()
     specs = [*kernels(call, limits), *best.best_kernels(call, limits)]
     binaries = [replace(binary(spec.name), arguments=spec.arguments) for spec in specs]
     recorder, x = Recorder(), call.inputs["x"]
-    program = CudaProgram([call], binaries, limits, "cpu", recorder, row_inputs=[x])  # type: ignore[arg-type]
+    driver: Any = recorder  # of the driver's methods those that are called
+    program = CudaProgram([call], binaries, limits, "cpu", driver, row_inputs=[x])
     program.bind_kv_cache(torch.zeros(1, 3, 2, 1, 32, 16))
     assert best_keys(call, program._envs["rows"]).shape == (ROWS,)
     assert f"packed_linear.best.{ROWS}" in program._kernels._scratch, (

@@ -26,13 +26,7 @@ def world_of(**sizes: object) -> Fp8World:
     world = Fp8World(
         **made, size=128, kv_dtype=FP8, lengths=LENGTHS, context_ends=ENDS, max_batch_size=8
     )
-    per = world.tokens_per_block
-    used = torch.zeros(world.cache.shape[1], per, dtype=torch.bool)
-    for table, length in zip(world.tables, LENGTHS, strict=True):
-        for position in range(length):
-            used[table[position // per], position % per] = True
-    unused = ~used[None, :, None, None, :, None].expand(world.cache.shape)
-    world.cache.view(torch.uint8)[unused] = NAN
+    world.fill_unused(NAN)
     return world
 
 

@@ -27,13 +27,7 @@ def world_of(group: int, lengths: tuple[int, ...], **sizes: object) -> World:
     sizes = {"kv_heads": 2, "tokens_per_block": 32, "spread": 3.0, **sizes}
     heads = group * int(str(sizes["kv_heads"]))
     world = World(heads, size=128, lengths=lengths, kv_dtype=FP8, max_seq_len=BOUND, **sizes)
-    per = world.tokens_per_block
-    used = torch.zeros(world.cache.shape[1], per, dtype=torch.bool)
-    for table, length in zip(world.tables, lengths, strict=True):
-        for position in range(length):
-            used[table[position // per], position % per] = True
-    unused = ~used[None, :, None, None, :, None].expand(world.cache.shape)
-    world.cache.view(torch.uint8)[unused] = NAN
+    world.fill_unused(NAN)
     return world
 
 
