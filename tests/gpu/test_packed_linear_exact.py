@@ -69,6 +69,7 @@ PLAIN_CASES = [  # dtype, operator, K, cache: every epilogue, a K that ends with
 FEW = ("n8r1c1s6k1g0f0", "n16r2c1s4k1g0f0", "n48r1c1s4k1g0f4", "n64r1c1s4k1g0f0", "n8r1c1s6k2g0f0")
 FEW += ("n16r1c1s6k1g0f2", "n8r1c1s6k2g0f1")  # the ring's first turn held back
 FEW += ("n24r2c1s6k1g0f2",)  # two row tiles whose constants are loaded early
+FEW += ("n16r1c1s6k1g0f2+ahead2",)  # two blocks load weights for the others
 FEW += ("n64r1c1s6k1g0f0+pair", "n8r1c1s6k1g0f0+pair")  # a block of the last pair has no tokens
 SHARED_TILES = ("n16r1c1s6k0g0f0", "n16r1c1s6k0g0f1", "n48r1c1s9k0g0f0")
 

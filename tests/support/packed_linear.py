@@ -29,6 +29,7 @@ VARIANTS = (
     "n8r2c4s3k1g0f0",
     "n16r1c4s5k0g0f1",
     "n16r2c2s5k1g0f2",
+    "n16r1c4s5k1g0f2+ahead4",
     "n24r1c2s8k1g0f0",
     "n24r2c2s5k1g0f2",
     "n32r1c2s8k1g0f0",

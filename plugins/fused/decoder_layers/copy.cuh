@@ -5,26 +5,8 @@
 // results: there the limit is lower, so that weights arrive more slowly and results sooner.
 #pragma once
 
+#include "backends/cuda/sm90/barriers.cuh"
 #include "fused/decoder_layers/chain.cuh"
-
-// Whether the phase of this parity is over. The first waits for it up to a time limit, the second does not wait.
-#define ASK_BARRIER(name, instruction)                                          \
-  DEVICE bool name(u32 barrier, u32 parity) {                                   \
-    u32 is_over;                                                                \
-    asm volatile(                                                               \
-        "{\n"                                                                   \
-        ".reg .pred done;\n"                                                    \
-        "mbarrier." #instruction ".parity.shared::cta.b64 done, [%1], %2;\n"    \
-        "selp.u32 %0, 1, 0, done;\n"                                            \
-        "}"                                                                     \
-        : "=r"(is_over)                                                         \
-        : "r"(barrier), "r"(parity)                                             \
-        : "memory");                                                            \
-    return is_over;                                                             \
-  }
-ASK_BARRIER(barrier_try, try_wait)
-ASK_BARRIER(barrier_is_over, test_wait)
-#undef ASK_BARRIER
 
 // For a chunk that mostly another warp copies. That warp may be two passes over the ring ahead, and then the
 // parity of the chunk's barrier is the same as before it arrived; so a slot that was already consumed counts,

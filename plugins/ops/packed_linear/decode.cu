@@ -25,7 +25,8 @@
 // Macros: INPUT_TYPE (E4M3 | BF16 | FP16: of tokens), MXFP4 (0 | 1), TOKENS (8 ... 64), ROW_TILES,
 // CHUNKS, STAGES, SPLIT (0 | 1 | 2 | 4), MAX_INTERVALS (room for parts if SPLIT > 1), FILL (slots
 // requested at once during the first pass over the ring; 0: all), NORM (decode_norm.cuh), LEAVES
-// (leaves.cuh), SHARERS (1 | 2), and those of epilogue.cuh.
+// (leaves.cuh), SHARERS (1 | 2), AHEAD (blocks that may load weights for others; decode_ring.cuh), and
+// those of epilogue.cuh.
 // Grid: x blocks (times SPLIT or SHARERS), y token tiles (divided by SHARERS).
 
 #include "ops/packed_linear/decode_cluster.cuh"

@@ -4,7 +4,8 @@ A variant has a compact notation, used in tactics: "n8r1c2s6k1g128f2" is a tile 
 tile and 2 chunks (blocks along K) per slot, 6 slots, no split of K, 128 thread blocks (0: chosen by
 shape), 2 slots requested at once in the first pass over the ring (0: all). k0: every block has an
 equal share of all intervals. With "+norm8" every block normalizes the tokens itself, with 8 warps.
-With "+pair" two thread blocks, of two token tiles, copy their weights together.
+With "+pair" two thread blocks, of two token tiles, copy their weights together. With "+ahead36" the
+first 36 blocks load weights of later ones to L2 until their tokens come.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ NORM_PART, MAX_NORM_PARTS = 256, 32  # elements that a warp normalizes at once; 
 _NORM_SUMS = 2 * 4 * MAX_NORM_PARTS  # bytes; two rows alternately
 _ALIGNMENT = 1024  # of tokens in a slot
 _SLOT_BARRIERS = 24  # bytes: a slot is full, is empty, has the weights of its first pass
+_AHEAD_BYTES = 128 + 8 + 2 * 8192  # of the place for what is loaded ahead, and its barrier
 _WARPS = 5
-_PATTERN = re.compile(r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)f(\d+)(?:\+norm(\d+))?(\+pair)?")
+_PATTERN = re.compile(
+    r"n(\d+)r(\d+)c(\d+)s(\d+)k(\d+)g(\d+)f(\d+)(?:\+norm(\d+))?(\+pair)?(?:\+ahead(\d+))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class DecodeVariant:
     fill: int = 0  # slots requested at once in the first pass over the ring; 0: all
     norm_warps: int = 0  # warps that normalize the tokens; 0: they are already normalized
     pairs: bool = field(default=False, kw_only=True)  # whether two blocks share weights
+    ahead: int = field(default=0, kw_only=True)  # blocks that may load weights for later ones to L2
     form: Form = field(default=FORMS[FP8], kw_only=True)  # of the weight; not part of the text
 
     def __str__(self) -> str:
@@ -74,6 +79,7 @@ class DecodeVariant:
             f"k{self.split}g{self.blocks}f{self.fill}"
             + f"+norm{self.norm_warps}" * self.normalizes
             + "+pair" * self.pairs
+            + f"+ahead{self.ahead}" * (self.ahead > 0)
         )
 
     @classmethod
@@ -82,9 +88,9 @@ class DecodeVariant:
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a decode variant")
-        *numbers, pair = match.groups()
+        *numbers, pair, ahead = match.groups()
         values = [int(number or 0) for number in numbers]
-        return cls(*values, pairs=bool(pair), form=form)
+        return cls(*values, pairs=bool(pair), ahead=int(ahead or 0), form=form)
 
     @property
     def helpers(self) -> int:
@@ -121,7 +127,7 @@ class DecodeVariant:
 
     def shared_bytes(self, chunks: int) -> int:
         """Dynamic shared memory: alignment, table, ring, what is kept beside it, barriers."""
-        barriers = _SLOT_BARRIERS * self.stages + 16
+        barriers = _SLOT_BARRIERS * self.stages + 16 + _AHEAD_BYTES * (self.ahead > 0)
         return (
             self._head_bytes + self.stages * self.stage_bytes + self.kept_bytes(chunks) + barriers
         )
@@ -144,6 +150,7 @@ class DecodeVariant:
             and (not self.normalizes or self._normalizes_width(chunks * (128 if is_fp8 else 64)))
             and not (self.normalizes and self.form.is_coded)
             and not (self.pairs and (self.split != 1 or self.fill or self.normalizes))
+            and (not self.ahead or self._loads_ahead(row_tiles))
         )
 
     def _normalizes_width(self, hidden: int) -> bool:
@@ -151,6 +158,11 @@ class DecodeVariant:
         is_whole = hidden % NORM_PART == 0 and parts % self.norm_warps == 0
         has_room = parts <= MAX_NORM_PARTS and 4 <= self.norm_warps <= 16
         return is_whole and has_room and self.tokens == 8 and self.fill == 0
+
+    def _loads_ahead(self, row_tiles: int) -> bool:
+        is_plain = self.split == 1 and not (self.normalizes or self.form.is_coded)
+        is_a_tile_each = self.row_tiles == 1 and self.blocks in (0, row_tiles)
+        return is_plain and is_a_tile_each and self.ahead < row_tiles and self.fill > 0
 
     def with_stages(self, chunks: int, room: int) -> DecodeVariant:
         """The same with as many slots as fit `room` bytes."""
@@ -188,12 +200,15 @@ def decode_spec(call: OpCall, variant: DecodeVariant, limits: StepLimits) -> Ker
         "FILL": variant.fill,
         "SHARERS": variant.sharers,
     }
+    if variant.ahead:
+        constants["AHEAD"] = variant.ahead
     shape = f"n{variant.tokens}r{variant.row_tiles}c{variant.chunks}s{variant.stages}"
     words = [call.op, "few", shape]
     words += [f"k{variant.split}i{intervals}"] * (variant.split > 1)
     words += ["even"] * (variant.split == 0)
     words += [f"f{variant.fill}"] * (variant.fill > 0)
     words += ["pair"] * variant.pairs
+    words += [f"ahead{variant.ahead}"] * (variant.ahead > 0)
     if variant.normalizes:
         hidden = call.inputs["x"].shape[1]
         constants |= {"NORM": 1, "HIDDEN": hidden, "NORM_WARPS": variant.norm_warps}

@@ -6,7 +6,11 @@
 #define NORM 0
 #define HIDDEN 0
 #endif
+#ifndef AHEAD
+#define AHEAD 0
+#endif
 
+#include "backends/cuda/sm90/barriers.cuh"
 #include "backends/cuda/sm90/cluster.cuh"
 #include "ops/packed_linear/epilogue.cuh"
 #include "ops/packed_linear/leaves.cuh"
@@ -30,6 +34,7 @@ static_assert(CLUSTER == 1 || IS_FP8, "only sums in intervals can be divided ove
 static_assert(LEAVES == 1 || ROW_TILES == 1, "row tiles of a slot have the same tokens");
 static_assert(SPLIT != 0 || ROW_TILES == 1, "shared tiles are handed on one by one");
 static_assert(SHARERS == 1 || (SPLIT == 1 && FILL == 0 && !NORM), "blocks that share weights share nothing else");
+static_assert(AHEAD == 0 || (SPLIT == 1 && FILL > 0 && SHARERS == 1 && !NORM && !MXFP4), "a row tile to a block");
 static_assert(INTERVAL % CHUNKS == 0, "an interval ends with a slot");
 static_assert(!MXFP4 || (IS_FP8 && !NORM), "4-bit weights meet FP8 tokens, which come normalized");
 
@@ -133,6 +138,7 @@ struct Shared {
   u32 tokens, squares;  // with NORM: all chunks of the tokens; sums of squares for their norms
   u32 parts, full, empty, parts_full;
   u32 first;  // with FILL: the weights of a slot's first pass have arrived
+  u32 unread, unread_full;  // with AHEAD: a place that nobody reads
   DEVICE explicit Shared(u32 base) {
     table = (base + 255) & ~255u;
     ring = (base + (MXFP4 ? 255 + MXFP4_TABLE_BYTES : 0) + 1023) & ~1023u;
@@ -147,6 +153,8 @@ struct Shared {
     empty = full + 8 * STAGES;
     parts_full = empty + 8 * STAGES;
     first = parts_full + 8;
+    unread_full = first + 8 * STAGES;
+    unread = (unread_full + 8 + 127) & ~127u;
   }
 };
 
@@ -203,6 +211,40 @@ DEVICE void copy_tokens(const Shared& shared, const Walk& walk, const Leaf& leaf
   }
 }
 
+// With AHEAD: where the kernel before still has most multiprocessors, the first AHEAD blocks wait with full rings, and
+// the memory has nothing to do. Until the first tokens come they load parts of the last row tiles, whose blocks begin
+// later, so that L2 has them; nobody reads the copies. (`cp.async.bulk.prefetch.L2` of as many bytes does less.) The parts
+// lie among what comes from memory, which is read meanwhile.
+constexpr int PART_CHUNKS = 2, PART_EVERY = 12, MOST_PARTS = 60;  // pending bytes are less than 1 MiB
+struct LoadAhead {
+  static DEVICE void copy(const Shared& shared, const u8* from, u32 bytes) {  // L2 keeps it like any other line
+    barrier_expect_more(shared.unread_full, bytes);
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared.unread),
+        "l"(from), "r"(bytes), "r"(shared.unread_full)
+        : "memory");
+  }
+  static DEVICE void run(const Shared& shared, const u8* weight, int row_tiles, int chunks) {
+    constexpr int BYTES = PART_CHUNKS * BLOCK_BYTES;
+    if (int(blockIdx.x) >= AHEAD) return;
+    barrier_init(shared.unread_full, 1);
+    barrier_init_fence();
+    int parts = 0;
+    for (int chunk = PART_EVERY / 2; chunk + PART_CHUNKS <= chunks; chunk += PART_EVERY) {
+      for (int tile = blockIdx.x + AHEAD; tile < row_tiles && parts < MOST_PARTS; tile += AHEAD, ++parts) {
+        if (barrier_is_over(shared.full, 0)) break;
+        copy(shared, weight + ((long long)tile * chunks + chunk) * BLOCK_BYTES, BYTES);
+      }
+    }
+    barrier_arrive(shared.unread_full);
+  }
+  // Copies must have come before the block ends.
+  static DEVICE void finish(const Shared& shared) {
+    if (int(blockIdx.x) < AHEAD) barrier_wait(shared.unread_full, 0);
+  }
+};
+
 // With FILL, the first pass over the ring requests no more than that many slots at once, so that what the
 // preceding kernel still has to read does not queue behind a whole ring of weights. The tokens of that pass are
 // loaded separately (`first_tokens`), because the copying warp may still be waiting for weights then.
@@ -220,6 +262,7 @@ DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight
     copy_weights(shared, walk, weight, chunks, FILL > 0 ? 0 : x_bytes, once, FILL > 0);
   }
   if (FILL == 0 && !WRITES_CACHE) launch_dependents();
+  if (AHEAD > 0) LoadAhead::run(shared, weight, row_tiles, chunks);
   wait_for_dependencies();
   if (WRITES_CACHE) launch_dependents();
   for (; FILL == 0 && ahead > 0; --ahead, behind.next()) copy_tokens(shared, behind, leaf, x, often);
@@ -228,6 +271,7 @@ DEVICE void fill_ring(const Shared& shared, const TensorMap* x, const u8* weight
     copy_weights(shared, walk, weight, chunks, x_bytes, once);
     copy_tokens(shared, walk, leaf, x, often);
   }
+  if (AHEAD > 0) LoadAhead::finish(shared);
 }
 
 // The helping warp with FILL: loads the tokens of the first pass as soon as they are available.

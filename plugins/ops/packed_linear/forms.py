@@ -13,7 +13,10 @@ LEAF_ROWS = (
 )  # what rows of a part of K (`leaves`) are multiples of: tiles of prefill.cu
 
 # A tactic as engines hold it (tactics.py): "up to so many tokens:variant" and at last "*:many".
-_VARIANT = r"n\d{1,3}r\d{1,3}c\d{1,3}s\d{1,4}k\d{1,3}g\d{1,4}f\d{1,3}(?:\+norm\d{1,3})?(?:\+pair)?"
+_VARIANT = (
+    r"n\d{1,3}r\d{1,3}c\d{1,3}s\d{1,4}k\d{1,3}g\d{1,4}f\d{1,3}"
+    r"(?:\+norm\d{1,3})?(?:\+pair)?(?:\+ahead\d{1,3})?"
+)
 MANY = "many"  # the kernel for many tokens, which chooses its own tile
 TACTIC = re.compile(rf"(?:[1-9]\d{{0,5}}:(?:{_VARIANT}|many);)*\*:many", re.ASCII)
 

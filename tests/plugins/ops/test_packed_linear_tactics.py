@@ -58,6 +58,10 @@ def test_variants_that_a_weight_cannot_have_are_told_apart():
     assert fits("n8r1c4s5k1g0f0+pair")
     for text in ("n8r1c4s5k2g0f0", "n8r1c4s5k0g0f0", "n8r1c4s5k1g0f1", "n8r1c1s5k1g0f0+norm8"):
         assert not fits(text + "+pair")  # blocks that share weights share nothing else
+    assert fits("n8r1c4s5k1g0f1+ahead4") and fits("n8r1c4s5k1g8f1+ahead4")
+    assert not fits("n8r1c4s5k1g0f1+ahead8")  # no row tiles are left for later blocks
+    for text in ("n8r1c4s5k1g0f0", "n8r1c4s5k2g0f1", "n8r2c1s5k1g0f1", "n8r1c4s5k1g4f1"):
+        assert not fits(text + "+ahead4")  # one row tile to a block, weights before tokens
 
 
 @pytest.mark.parametrize("dtype", FORMS)
@@ -144,7 +148,7 @@ def test_tactics_cover_any_number_of_tokens():
     assert [most for most, _ in entries] == [8, 16, 32, 64, 1 << 31]
     assert entries[-1][1] == "many"
     measured = parse_tactic(choose_tactic("packed_linear", 128, 64, "float8_e4m3fn"))
-    assert [most for most, _ in measured] == [8, 16, 24, 32, 64, 1 << 31]  # as the table has it
+    assert [most for most, _ in measured] == [8, 12, 16, 24, 32, 64, 1 << 31]  # as the table has it
     table = choose_tactic("packed_linear_swiglu", 256, 16, "float8_e4m3fn")
     assert parse_tactic(table)[0] == (8, _table()["packed_linear_swiglu 256x16 float8_e4m3fn"]["8"])
 
