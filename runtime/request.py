@@ -11,6 +11,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmctl.errors import BadConfig
 from llmctl.runtime.api import refused
 from llmctl.runtime.api.retention import KvCacheRetentionConfig
@@ -189,6 +192,14 @@ class Sequence:
     blocks: BlockCounts = field(default_factory=BlockCounts)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
+    _prompt_ids: NDArray[np.int32] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """tokens[:num_prompt_tokens] as steps take them, from the first time that this is read."""
+        if self._prompt_ids is None:
+            self._prompt_ids = np.array(self.tokens[: self.num_prompt_tokens], np.int32)
+        return self._prompt_ids
 
     @property
     def kv_len(self) -> int:

@@ -72,23 +72,31 @@ class Span:
 
 def pack(spans: Items[Span], tokens_per_block: int) -> StepInputs:
     """The step that runs `spans` in order. Each block table must cover its span."""
-    token_ids: list[int] = []
+    parts: list[NDArray[np.int32]] = []  # token ids
+    ids: list[int] = []  # behind them
     cu_q = [0]
     starts: list[int] = []
     logit_rows: list[int] = []
+    num_tokens = 0
     for span in spans:
-        token_ids += span.sequence.tokens[span.start : span.end]
+        sequence = span.sequence
+        if span.end <= sequence.num_prompt_tokens:  # thousands of tokens, perhaps
+            parts += (np.array(ids, np.int32), sequence.prompt_ids[span.start : span.end])
+            ids = []
+        else:
+            ids += sequence.tokens[span.start : span.end]
+        ids += span.drafts
+        num_tokens += span.end - span.start + len(span.drafts)
         if span.needs_logits:
-            root = len(token_ids) - 1
-            logit_rows += range(root, root + 1 + len(span.drafts))
-        token_ids += span.drafts
+            logit_rows += range(num_tokens - 1 - len(span.drafts), num_tokens)
         starts.append(span.start)
-        cu_q.append(len(token_ids))
+        cu_q.append(num_tokens)
+    parts.append(np.array(ids, np.int32))
     prefix = np.array(cu_q, np.int32)
     counts = prefix[1:] - prefix[:-1]
     first = np.array(starts, np.int32)
     tables = block_tables([span.sequence for span in spans])
-    positions = np.arange(len(token_ids), dtype=np.int32)
+    positions = np.arange(num_tokens, dtype=np.int32)
     if len(spans) == 1:
         positions += first[0]
         slots = slots_at(tables[0], positions, tokens_per_block)
@@ -103,7 +111,7 @@ def pack(spans: Items[Span], tokens_per_block: int) -> StepInputs:
         trees = pack_trees([span.parents for span in spans], prefix, positions)
     ends = [span.context_end if span.start < span.context_end else 0 for span in spans]
     return StepInputs(
-        token_ids=np.array(token_ids, np.int32),
+        token_ids=np.concatenate(parts),
         position_ids=positions,
         cu_q=prefix,
         kv_len=first + counts,

@@ -28,6 +28,22 @@ def test_context_rows_come_first_and_drafts_follow_their_root():
     assert [span.num_rows for span in (chunk, prompt_end, verify)] == [0, 1, 3]
 
 
+def test_ids_of_prompts_and_of_output_follow_each_other_in_any_order():
+    """A paused sequence reads its output as context, too."""
+    paused = sequence([50, 51, 52, 53], [3, 8])
+    paused.num_prompt_tokens = 2
+    spans = [
+        Span(sequence([10, 11, 12], [7]), 0, 2, needs_logits=False),
+        Span(paused, 1, 4),
+        Span(sequence([20, 21], [5]), 1, 2, drafts=[22, 23]),
+        Span(paused, 0, 2, needs_logits=False),
+    ]
+    step = pack(spans, tokens_per_block=3)
+    assert step.token_ids.tolist() == [10, 11, 51, 52, 53, 21, 22, 23, 50, 51]
+    assert step.token_ids.dtype == np.int32 and step.cu_q.tolist() == [0, 2, 5, 8, 10]
+    assert step.logit_rows.tolist() == [4, 5, 6, 7]
+
+
 def test_tokens_with_fp8_products_are_those_before_the_end_of_their_request():
     tokens = list(range(9))
     first = Span(sequence(tokens, [7, 2, 1]), 0, 8, needs_logits=False, context_end=4)
