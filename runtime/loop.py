@@ -52,8 +52,9 @@ class _HostStep(NamedTuple):
 class Loop:
     """Runs scheduler, drafter, target and accept rule. One thread owns it.
 
-    `step` is `launch` followed by `finish`. Between the two the device works, and the host has time
-    for whatever the next step does not need.
+    `step` is `launch`, `run_ahead` and `finish`. Between the first and the last the device works,
+    and the host has time for whatever the next step does not need. `run_ahead` may be `spare_s`
+    later than `launch`, for requests that arrive meanwhile.
 
     After a step that raised, its sequences are in an unknown state: cancel `touched` before the
     next step, or every active sequence if that is None.
@@ -80,6 +81,7 @@ class Loop:
         self._began = 0.0  # start of the current step
         self._host_step: _HostStep | None = None  # None while a device round runs
         self._is_first_round = False
+        self._is_behind = False  # the next round is still to be enqueued
         self._ended: float | None = None  # end of the last step
         self._was_round = False
 
@@ -87,6 +89,7 @@ class Loop:
         """One device round where possible, else one step controlled by the host. Needs
         scheduler.has_work."""
         self.launch()
+        self.run_ahead()
         return self.finish()
 
     def prepare_more(self) -> bool:
@@ -106,9 +109,10 @@ class Loop:
         rounds = self._rounds
         self.touched = None
         self._host_step = None
+        self._is_behind = False
         if rounds is not None and rounds.has_result:
-            self._in_rounds(rounds.run_ahead)
             self._is_first_round = False
+            self._follow(rounds)
             return
         self._mover.poll()
         batch = self._scheduler.schedule()
@@ -118,8 +122,27 @@ class Loop:
         if rounds is not None and rounds.can_run(batch):
             self._in_rounds(partial(rounds.start, batch))
             self._is_first_round = True
+            self._follow(rounds)
             return
         self._host_step = self._start(batch)
+
+    def _follow(self, rounds: Rounds) -> None:
+        """Enqueue the next round now if it may not wait."""
+        self._is_behind = rounds.spare_s > 0
+        if not self._is_behind:
+            self._in_rounds(rounds.run_ahead)
+
+    @property
+    def spare_s(self) -> float:
+        """Seconds for which `run_ahead` may wait for requests; not more than 0 where it may not."""
+        return self._rounds.spare_s if self._rounds is not None and self._is_behind else 0.0
+
+    def run_ahead(self) -> None:
+        """Between the halves of a step: enqueue the next round, unless that was done already."""
+        if self._is_behind:
+            assert self._rounds is not None
+            self._is_behind = False
+            self._in_rounds(self._rounds.run_late)
 
     def finish(self) -> StepReport:
         """The second half: wait for the started step, accept, commit, publish blocks, release

@@ -80,17 +80,21 @@ class Worker:
         if is_idle:
             self._prepare_while_idle()
         update = self._inbox.receive(is_idle)
-        if update.arrived:
-            self.is_settled.clear()
-        self._active |= {tracked.request_id: tracked for tracked in update.arrived}
         if update.cancelled:
             self._delivery.flush()
-        for tracked in update.arrived:
-            self._admit(tracked)
+        self._take(update.arrived)
         for request_id in update.cancelled:
             if request_id in self._active:
                 self._end(self._active[request_id], FinishReason.CANCELLED)
         return not update.is_closed or (update.drains and bool(self._active))
+
+    def _take(self, arrived: list[TrackedRequest]) -> None:
+        """Admit these requests."""
+        if arrived:
+            self.is_settled.clear()
+        self._active |= {tracked.request_id: tracked for tracked in arrived}
+        for tracked in arrived:
+            self._admit(tracked)
 
     def _prepare_while_idle(self) -> None:
         """Capture graphs ahead of need until something arrives or nothing is left. The pause before
@@ -142,6 +146,9 @@ class Worker:
             return
         self._delivery.flush()
         try:
+            if (spare_s := self._loop.spare_s) > 0:
+                self._take(self._inbox.arrivals(spare_s))
+            self._loop.run_ahead()
             report = self._loop.finish()
         except Exception as error:  # the same
             self._fail_step(error)

@@ -97,6 +97,13 @@ class Inbox:
         with self._changed:
             return not self._changed.wait_for(self._has_news, seconds)
 
+    def arrivals(self, seconds: float) -> list[TrackedRequest]:
+        """New requests alone, as soon as there are any within so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._arrived, seconds)
+            arrived, self._arrived = self._arrived, []
+        return arrived
+
     def receive(self, is_idle: bool) -> InboxUpdate:
         """Everything new; if `is_idle`, waits until there is something."""
         with self._changed:

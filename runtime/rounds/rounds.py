@@ -12,6 +12,9 @@ that a round in flight can add. A sequence that stopped in round i may have a ro
 its result is dropped, and its writes complete before anything that a later owner of the blocks
 enqueues on the same stream. If round i may bring every sequence to its last token, round i + 1
 waits until that is known.
+
+While there is room for one more sequence, round i + 1 is enqueued when half of round i is over
+(spare_time.py): a prompt that arrives before that waits for round i alone.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from llmctl.runtime.drafting.drafter import DeviceDrafter
 from llmctl.runtime.generate.commit import Commit, commit
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.request import Batch, Sequence, Slice
+from llmctl.runtime.rounds.spare_time import SpareTime
 from llmctl.runtime.schedule.scheduler import Scheduler
 
 MOST_IN_FLIGHT = 2
@@ -111,6 +115,7 @@ class Rounds:
         self._resident: list[Sequence] = []
         self._last_read: list[RoundResult] = []  # the last results that the host has read
         self._in_flight: deque[int] = deque()  # the draft lengths of rounds enqueued
+        self._spare = SpareTime()
 
     @property
     def has_result(self) -> bool:
@@ -146,7 +151,7 @@ class Rounds:
         return True
 
     def start(self, batch: Batch) -> None:
-        """Enqueue a step for which `can_run` holds, and the next one if it may run ahead."""
+        """Enqueue a step for which `can_run` holds."""
         self._drop_in_flight()
         sequences = [item.sequence for item in batch.generation]
         ends = [result.num_committed + len(result.tokens) for result in self._last_read]
@@ -161,6 +166,18 @@ class Rounds:
             self._runner.begin(sequences)
             self._resident = sequences
         self._enqueue(draft_len)
+
+    @property
+    def spare_s(self) -> float:
+        """Seconds, if more than 0, for which the round after the one in flight may still wait for a
+        prompt that would come before it."""
+        scheduler = self._scheduler
+        has_room = scheduler.num_active < scheduler.limits.max_batch_size
+        return self._spare.seconds if has_room else 0.0
+
+    def run_late(self) -> None:
+        """`run_ahead`, after a wait for prompts."""
+        self._spare.note_wait()
         self.run_ahead()
 
     def run_ahead(self) -> None:
@@ -174,6 +191,7 @@ class Rounds:
         """Commit the oldest round in flight."""
         report = self._runner.collect()
         draft_len = self._in_flight.popleft()
+        self._spare.note_end(report.draft_s + report.verify_s)
         self._last_read = report.results
         slices, commits = [], []
         for sequence, result in zip(self._resident, report.results, strict=True):
@@ -210,6 +228,8 @@ class Rounds:
 
     def _enqueue(self, draft_len: int) -> None:
         tables = [sequence.block_table for sequence in self._resident]
+        if not self._in_flight:
+            self._spare.note_begin()
         self._runner.enqueue(tables, draft_len)
         self._in_flight.append(draft_len)
 

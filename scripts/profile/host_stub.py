@@ -7,6 +7,7 @@ own, and it records how long it was idle before each.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from time import perf_counter, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from llmctl.plugins.device_loop.state import RECORD_COMMITTED, RECORD_EMITTED, R
 from llmctl.runtime.drafting.plain.device import NoDeviceDrafter
 from llmctl.runtime.rounds.cuda_rounds import RING_SLOTS, CudaRoundRunner
 from llmctl.runtime.rounds.device_steps import RoundShape
+from llmctl.runtime.rounds.rounds import RoundReport
 
 TOKEN = 77  # what it says after everything
 
@@ -49,8 +51,8 @@ class StubDevice:
 class StubTarget:
     """A step runner of an 8B model's limits whose logits say TOKEN."""
 
-    vocab_size, max_seq_len = 128_256, 2560
-    max_num_tokens, max_draft_len, tokens_per_block = 2048, 0, 32
+    vocab_size, max_seq_len = 128_256, 10240
+    max_num_tokens, max_draft_len, tokens_per_block = 8448, 0, 32
     is_asynchronous, onboards_aside, has_rounds = True, False, True
     takes_trees, context_group, shares_logits = False, 0, False
 
@@ -132,6 +134,10 @@ class StubRunner(CudaRoundRunner):
         record[:, RECORD_TOKENS] = TOKEN
         committed += 1
         self._done[slot] = self._device.enqueue(self._device.round_s)
+
+    def collect(self) -> RoundReport:
+        """With the time that the device has for a round."""
+        return replace(super().collect(), draft_s=0.0, verify_s=self._device.round_s)
 
     def wait_for_oldest(self) -> None:
         """As the events of a GPU are waited for."""

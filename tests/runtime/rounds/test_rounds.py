@@ -191,6 +191,7 @@ def test_rounds_run_ahead_while_one_of_several_requests_is_far_from_its_end(fake
         harness.step()
     assert short.finish_reason is FinishReason.NOT_FINISHED
     harness.loop.launch()
+    harness.loop.run_ahead()
     assert len(harness.runner.in_flight) == 2
     harness.loop.finish()
     harness.run()
@@ -219,6 +220,35 @@ def test_a_new_request_joins_after_the_round_in_flight(fake):
     harness.step()  # the round in flight
     report = harness.step()
     assert [item.sequence for item in report.batch.context] == [late]
+    harness.run()
+
+
+def test_a_prompt_that_arrives_early_in_a_round_waits_for_that_round_alone(fake):
+    harness = make_harness(fake, 0.8, np.random.default_rng(1))
+    harness.add(request())
+    for _ in range(4):
+        harness.step()
+    harness.loop.launch()
+    assert harness.loop.spare_s > 0 and len(harness.runner.in_flight) == 1
+    late = harness.add(request(max_tokens=5))
+    harness.loop.run_ahead()
+    assert harness.loop.spare_s <= 0 and len(harness.runner.in_flight) == 1
+    harness.loop.finish()
+    report = harness.step()
+    assert [item.sequence for item in report.batch.context] == [late]
+    harness.run()
+
+
+def test_rounds_wait_for_no_prompt_that_has_no_place(fake):
+    harness = make_harness(fake, None, np.random.default_rng(1))
+    harness.scheduler.limits = replace(harness.limits, max_batch_size=2)
+    for _ in range(2):
+        harness.add(request())
+    while harness.runner.num_rounds < 4:
+        harness.step()
+    harness.loop.launch()
+    assert harness.loop.spare_s <= 0 and len(harness.runner.in_flight) == 2
+    harness.loop.finish()
     harness.run()
 
 
