@@ -17,9 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from llmctl.errors import LlmctlError
 from llmctl.plugins.backends.cuda.queue import Event, device_errors
@@ -45,6 +43,7 @@ from llmctl.runtime.generate.synthetic_acceptance import DeviceAcceptanceDraws, 
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
 from llmctl.runtime.rounds.rounds import RoundReport, RoundResult
+from llmctl.runtime.rounds.tables import KeptTables
 from llmctl.runtime.rounds.upload import Drawing, RoundUpload
 from llmctl.runtime.rounds.verification import (
     ahead_of_need,
@@ -52,7 +51,6 @@ from llmctl.runtime.rounds.verification import (
     enqueue_verification,
     graphs_kept,
 )
-from llmctl.runtime.step import pack_tables
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
 Events = tuple[Event, Event, Event, Event]
@@ -138,9 +136,7 @@ class CudaRoundRunner:
         self._num_started = 0
         self._num_requests = 0
         self._drawing = Drawing.GREEDY
-        # the block tables as stored on the device
-        self._tables: NDArray[np.int32] = np.zeros((0, 0), np.int32)
-        self._lens: list[int] = []  # number of blocks of each request in them
+        self._tables = KeptTables()  # as stored on the device
         self._in_flight: deque[_InFlight] = deque()
         self._spare_events: list[Events] = []
 
@@ -209,17 +205,16 @@ class CudaRoundRunner:
     def begin(self, sequences: Items[Sequence]) -> None:
         """Write the requests' state; the rest of the batch is padding."""
         self._num_requests = len(sequences)
-        self._lens = []
+        self._tables.forget()
         self._drawing = self._upload.write_sequences(sequences)
         self.drafter.begin(sequences)
 
     def enqueue(self, block_tables: Items[Items[int]], draft_len: int) -> None:
         """A launch for each graph, after updating the block tables if they changed."""
-        tables, lens = pack_tables(block_tables), list(map(len, block_tables))
-        if lens != self._lens or not np.array_equal(tables, self._tables):
-            self._upload.write_tables(tables, lens)
-            self._tables, self._lens = tables, lens
-        shape = self._shape(tables.shape[1], draft_len)
+        tables = self._tables
+        if tables.update(block_tables):
+            self._upload.write_tables(tables.array, tables.lens)
+        shape = self._shape(tables.array.shape[1], draft_len)
         self._pairs[shape.batch, draft_len] = self._drawings[shape.drawing] = None
         events = self._run(shape)
         slot = self._num_started % RING_SLOTS
