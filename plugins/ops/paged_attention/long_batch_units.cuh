@@ -181,6 +181,9 @@ DEVICE void fade_sums(Sums& sums, const Shared& shared, int stream) {
   }
 }
 
+// Values are loaded before weights are made, where threads have registers for both.
+constexpr bool VALUES_FIRST = STREAMS == 2;
+
 // Attends to the warpgroup's tiles, which `copier` has begun to copy. From full_tiles on a row sees keys up to last_key
 // only.
 DEVICE void attend_share(const Stream& its, const Share& share, TileCopier& copier, int full_tiles,
@@ -207,20 +210,22 @@ DEVICE void attend_share(const Stream& its, const Share& share, TileCopier& copi
 #pragma unroll 1
   for (int slot = 0;;) {
     store_logits(logits, s);
+    if (VALUES_FIRST) wait_for_copies<SLOTS - 2>();
     meet(nth);
     copier.copy_next(shared);
+    u32 values[2][BLOCKS][4];
+    if (VALUES_FIRST) load_values(values, shared.values(nth, slot));
     if (its.has_rows()) {
       const int last = at.tile < full_tiles ? KEYS : last_key - at.tile * KEYS;
       const float fade = row.soften(logits, its.row(), last, scale);
       store_float(shared.fade(nth, its.row()), fade);
     }
     shared_fence();  // weights are written by threads, read by tensor cores
-    wait_for_copies<SLOTS - 1>();
+    if (!VALUES_FIRST) wait_for_copies<SLOTS - 1>();
     meet(nth);
     const int unit = at.unit;
     {
-      u32 values[2][BLOCKS][4];
-      load_values(values, shared.values(nth, slot));
+      if (!VALUES_FIRST) load_values(values, shared.values(nth, slot));
       if (!is_first) fade_sums(sums, shared, nth);
       start_values(sums, values, logits, !is_first);
       at.next();

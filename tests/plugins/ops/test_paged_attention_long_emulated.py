@@ -51,7 +51,9 @@ def attend(
     ("group", "tokens", "lengths", "sizes", "rows"),
     [
         (8, 11, (300, 11), {}, 88),  # a row for each column of a binary
-        (8, 11, (300,), {}, 64),  # two blocks of rows
+        (8, 11, (1090,), {"tokens_per_block": 8, "kv_heads": 1}, 88),  # many pages
+        (8, 9, (450, 70), {"tokens_per_block": 128}, 48),  # two blocks of rows
+        (8, 11, (300,), {}, 64),
         (7, 16, (1090,), {"tokens_per_block": 8, "kv_heads": 1}, 128),  # many pages
         (8, 17, (200,), {"tokens_per_block": 128, "dtype": torch.float16}, 128),
     ],
@@ -75,7 +77,7 @@ def test_contexts_divided_in_any_way(group, tokens, lengths, sizes, rows):
         assert same_bits(few, whole[(request + 1) * tokens - 1 : (request + 1) * tokens])
 
 
-@pytest.mark.parametrize(("group", "rows_of_block"), [(4, 64), (8, 128), (8, 88)])
+@pytest.mark.parametrize(("group", "rows_of_block"), [(4, 64), (8, 128), (8, 88), (8, 48)])
 def test_rows_have_the_bits_of_decoding_by_another_kernel(group, rows_of_block):
     """verification.cu adds the same numbers in the same order, sums of weights included."""
     world = world_of(group, (700,))
