@@ -113,7 +113,7 @@ void keep_order(float (&)[COUNT]) {}
 template <class Input, int N>
 struct Product {
   static void add(float (&d)[N / 2], emu::u64 a, emu::u64 b, int add) {
-    static_assert(Input::bytes == 1, "16-bit operands in shared memory");
-    emu::add_product(d, N, a, b, add, true);
+    if (Input::bytes == 2 && Input::pack(1.0f) != 0x3C00) emu::fail("products of BF16");
+    emu::add_product(d, N, a, b, add, Input::bytes == 1);
   }
 };

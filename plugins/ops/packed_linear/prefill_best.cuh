@@ -29,24 +29,50 @@ DEVICE void halve(u64 (&to)[COUNT / 2], const u64 (&keys)[COUNT]) {
   }
 }
 
+// Whether one of the warp's logits may be the best of its token.
+template <int TOKENS>
+DEVICE bool may_be_best(const Ahead<TOKENS>& ahead, const float (&sum)[TOKENS / 2], u32 values) {
+  bool is_above = false;
+#pragma unroll
+  for (int i = 0; i < TOKENS / 8; ++i) {
+    float low[2], high[2];
+    finish_sums<TOKENS>(ahead.rows, values, 8 * i + threadIdx.x % 4 * 2, &sum[4 * i], low, high);
+#pragma unroll
+    for (int next = 0; next < 2; ++next) {
+      const float least = ahead.bounds.least[i][next];
+      is_above |= !(low[next] < least) | !(high[next] < least);  // NaN, too
+    }
+  }
+  return __any_sync(~0u, is_above);
+}
+
 // Of 64 rows; a warp has 16. Of every 32 tokens a lane ends with one: the largest of eight lanes' rows.
 template <int TOKENS>
 DEVICE void store_tile(const Epilogue& e, const Divisor&, Ahead<TOKENS>& ahead,
                        const float (&sum)[TOKENS / 2], int row_tile, int, int token0, u32, u32 values, int warpgroup) {
+  if (PER_TOKEN) warpgroup_sync(warpgroup);  // scales of tokens are there
+  if constexpr (Bounds<TOKENS>::ARE_KNOWN) {
+    if (!may_be_best<TOKENS>(ahead, sum, values)) return;
+  }
   const int lane = lane_id(), row = row_tile * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const int token = token0 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
-  u64 there[TOKENS / 32];  // most keys are below one that is there already: it is only larger later
+  u64 there[(TOKENS + 31) / 32];  // most keys are below one that is there already: it is only larger later
 #pragma unroll
-  for (int i = 0; i < TOKENS / 32; ++i) {
-    there[i] = token + 32 * i < e.tokens ? *(const volatile u64*)(e.keys + token + 32 * i) : ~0ull;
+  for (int i = 0; i < (TOKENS + 31) / 32; ++i) {
+    const int its = token + 32 * i;
+    const bool is_of_tile = its - token0 < TOKENS && its < e.tokens;
+    there[i] = is_of_tile ? *(const volatile u64*)(e.keys + its) : ~0ull;
   }
-  if (PER_TOKEN) warpgroup_sync(warpgroup);  // scales of tokens are there
 #pragma unroll
   for (int some = 0; some < TOKENS; some += 32) {
     u64 keys[8], four[4], two[2], one[1];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = some + 8 * i;
+      if (at >= TOKENS) {
+        keys[2 * i] = keys[2 * i + 1] = 0;
+        continue;
+      }
       float low[2], high[2];
       finish_sums<TOKENS>(ahead.rows, values, at + lane % 4 * 2, &sum[at / 2], low, high);
 #pragma unroll

@@ -7,7 +7,6 @@
 #if EVEN
 #define HANDOVER_PARAMETERS , float4 *sums, int *ready
 #define HANDOVER_VALUES sums, ready
-static_assert(IS_FP8, "only sums in intervals can be divided over blocks");
 #else
 #define HANDOVER_PARAMETERS
 #define HANDOVER_VALUES nullptr, nullptr

@@ -98,21 +98,33 @@ struct Consumer {
     add(sum, part);
   }
 
-  // All chunks in one chain per row tile.
-  DEVICE void chains(float (&sum)[WG_TILES][TILE_TOKENS / 2], int chunks) {
+  DEVICE void next_product(float (&sum)[TILE_TOKENS / 2], int tile, bool is_first) {
+    if (!ONE_RING && tile == 0) barrier_wait(shared.b_full + 8 * b.slot, b.parity);
+    barrier_wait(shared.a_full + 8 * a.slot, a.parity);
+    multiply(sum, is_first);
+    a.advance();
+  }
+
+  // Chunks of a chain per row tile, which begins with them or goes on. The first chunk is apart: the compiler would
+  // have every product of sums waited for that have a value before the loop.
+  DEVICE void chains(float (&sum)[WG_TILES][TILE_TOKENS / 2], int chunks, bool is_new) {
+#pragma unroll
+    for (int tile = 0; tile < WG_TILES; ++tile) {
+      next_product(sum[tile], tile, is_new);
+      if (tile > 0) {
+        product_wait<1>();
+        release(false);
+      }
+    }
+    b.advance();
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      if (!ONE_RING) barrier_wait(shared.b_full + 8 * b.slot, b.parity);
+    for (int chunk = 1; chunk < chunks; ++chunk) {
 #pragma unroll
       for (int tile = 0; tile < WG_TILES; ++tile) {
-        barrier_wait(shared.a_full + 8 * a.slot, a.parity);
-        multiply(sum[tile], chunk == 0);
-        if (chunk > 0 || tile > 0) {
-          product_wait<1>();
-          release(tile == 0);  // of the previous product, which was the last of its chunk if this is
-        }                      // the first of the next
-        a.advance();
-      }
+        next_product(sum[tile], tile, false);
+        product_wait<1>();
+        release(tile == 0);  // of the previous product, which was the last of its chunk if this is
+      }                      // the first of the next
       b.advance();
     }
     product_wait<0>();

@@ -9,6 +9,7 @@
 
 constexpr int STAGED_TOKENS = 64;
 constexpr int STAGING_BYTES = STAGED_TOKENS * 128;
+constexpr int PASSES = (TILE_TOKENS + STAGED_TOKENS - 1) / STAGED_TOKENS;  // the last one may have fewer tokens
 
 DEVICE void warpgroup_sync(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");

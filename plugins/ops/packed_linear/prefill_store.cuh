@@ -9,6 +9,8 @@
 #include "ops/packed_linear/prefill_staging.cuh"
 #if EPILOGUE == 2
 #include "ops/packed_linear/prefill_rotate.cuh"
+#elif EPILOGUE == 4
+#include "ops/packed_linear/prefill_bounds.cuh"
 #endif
 
 // What the end of a row tile needs besides its sums, loaded before its last products.
@@ -17,8 +19,16 @@ struct Ahead {
   RowConstants rows;
 #if EPILOGUE == 2
   Stored<TOKENS> stored;
+#elif EPILOGUE == 4
+  Bounds<TOKENS> bounds;
 #endif
 
+  // What may be loaded before all products of a tile.
+  DEVICE void load_early(const Epilogue& e, int token0) {
+#if EPILOGUE == 4
+    bounds.load(e, token0);
+#endif
+  }
   DEVICE void load(const Epilogue& e, int row_tile, int row_tiles, int token0, u32 values,
                    int warpgroup) {
     rows = load_rows(e, min(row_tile, row_tiles - 1) * 4 + threadIdx.x % 128 / 32);
@@ -66,7 +76,7 @@ DEVICE void store_tile(const Epilogue& e, const Divisor& divisor, const Ahead<TO
   constexpr int UNITS = 4;  // of a token
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
 #pragma unroll
-  for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
+  for (int pass = 0; pass < PASSES; ++pass) {
     const int token1 = token0 + pass * STAGED_TOKENS;
     warpgroup_sync(warpgroup);
 #pragma unroll
@@ -75,7 +85,8 @@ DEVICE void store_tile(const Epilogue& e, const Divisor& divisor, const Ahead<TO
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int octet = pass * 8 + step * 4 + i, at = octet * 8 + lane % 4 * 2;
-        fragment[i] = swiglu_pair<TOKENS>(ahead.rows, values, at, &sum[octet * 4]);
+        if (octet * 8 >= TOKENS) fragment[i] = 0;
+        else fragment[i] = swiglu_pair<TOKENS>(ahead.rows, values, at, &sum[octet * 4]);
       }
       store_transposed(staged(staging, step * 32 + lane, warp), fragment);
     }
@@ -84,7 +95,8 @@ DEVICE void store_tile(const Epilogue& e, const Divisor& divisor, const Ahead<TO
     for (int i = 0; i < STAGED_TOKENS * UNITS / 128; ++i) {
       const int token = (i * 128 + thread) / UNITS, unit = thread % UNITS;
       const int column = row_tile * 32 + unit * 8;
-      if (token1 + token < e.tokens && column < e.width) {
+      const bool is_of_tile = TOKENS % STAGED_TOKENS == 0 || pass * STAGED_TOKENS + token < TOKENS;
+      if (is_of_tile && token1 + token < e.tokens && column < e.width) {
         const uint4 loaded = load_unit(staged(staging, token, unit));
         OUT_TYPE::Storage* to = e.out + (long long)(token1 + token) * e.width + column;
         if constexpr (is_byte<OUT_TYPE>) {
@@ -152,9 +164,10 @@ template <int TOKENS>
 DEVICE void store_tile(const Epilogue& e, const Divisor&, Ahead<TOKENS>& ahead,
                        const float (&sum)[TOKENS / 2], int row_tile, int row_tiles, int token0,
                        u32 staging, u32 values, int warpgroup) {
+  static_assert(TOKENS % STAGED_TOKENS == 0, "tokens are stored 64 at a time");
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
 #pragma unroll
-  for (int pass = 0; pass < TOKENS / STAGED_TOKENS; ++pass) {
+  for (int pass = 0; pass < PASSES; ++pass) {
     const int token1 = token0 + pass * STAGED_TOKENS;
 #if EPILOGUE == 2
     if (pass > 0) ahead.stored.load(e, row_tile, token1, values, pass * STAGED_TOKENS);

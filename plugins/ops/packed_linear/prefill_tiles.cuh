@@ -47,7 +47,7 @@ struct Store {
 // Sums are stored while other products run: those of the first row tile during the last interval of the second, those of
 // the second during the first interval of the next unit.
 DEVICE void consume_intervals(Consumer& consumer, const Work& work, const Store& store) {
-  static_assert(!EVEN, "of two row tiles no sums are handed on");
+  static_assert(!EVEN || !IS_FP8, "of two row tiles sums of intervals are not handed on");
   float sum[WG_TILES][TILE_TOKENS / 2], part[TILE_TOKENS / 2];
 #pragma unroll
   for (int tile = 0; tile < WG_TILES; ++tile) clear(sum[tile]);
@@ -148,11 +148,21 @@ DEVICE void consume_chains(Consumer& consumer, const Work& work, const Store& st
     TokenValues<TILE_TOKENS> token_values;
     token_values.load(store.epilogue, work.token(walk.unit));
     float sum[WG_TILES][TILE_TOKENS / 2];
-    consumer.chains(sum, work.chunks);
+    Ahead<TILE_TOKENS> ahead;
+    ahead.load_early(store.epilogue, work.token(walk.unit));
+    if (EVEN && walk.first > 0) {
+#pragma unroll
+      for (int tile = 0; tile < WG_TILES; ++tile) store.handover.take(sum[tile], tile, work.token_tiles());
+    }
+    consumer.chains(sum, walk.last - walk.first, walk.first == 0);
+    if (EVEN && walk.last < work.chunks) {
+#pragma unroll
+      for (int tile = 0; tile < WG_TILES; ++tile) store.handover.leave(sum[tile], tile);
+      continue;
+    }
     store.keep(token_values);
 #pragma unroll
     for (int tile = 0; tile < WG_TILES; ++tile) {
-      Ahead<TILE_TOKENS> ahead;
       store.load_ahead(ahead, walk.unit, tile);
       store.leave(ahead, sum[tile], walk.unit, tile, false);
     }

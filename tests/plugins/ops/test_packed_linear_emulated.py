@@ -79,6 +79,21 @@ def test_every_tile_shape_gives_the_same_bits(name):
         assert all(map(torch.equal, found, wanted)), variant.name
 
 
+def test_a_block_that_only_completes_a_cluster_has_nothing_to_do():
+    example, tokens = example_of("plain"), 100  # one token tile of five row tiles
+    call, cache_ = example.call, example.kv_cache
+    limits = StepLimits(TOKENS, TOKENS, 1, 512, 0, cache_.shape[4], FP8)
+    step = device_step(example.step, "cpu")
+    env = LaunchEnv(step, cache_, limits, "tokens", lambda *_: torch.empty(0))
+    launch = prefill_launch(call, env, tokens, SLIM)
+    assert launch.grid == (6, 1, 1) and launch.spec.cluster == 2
+    (wanted, *_) = found_by("plain", SLIM, 1)
+    call.outputs["out"].view(torch.uint8).fill_(0x55)
+    emulated_warps.run([launch], 1)
+    found = call.outputs["out"].view(torch.uint8)
+    assert torch.equal(found[:tokens], wanted[:tokens]) and (found[tokens:] == 0x55).all()
+
+
 def test_sums_are_those_of_tensor_cores_in_intervals():
     example = example_of("plain")
     inputs = example.call.inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -22,6 +23,7 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear.kernel import kernels, launches
 from llmctl.plugins.ops.packed_linear.layout import packed_shape
 from llmctl.plugins.ops.packed_linear.prefill import (
+    EVEN_120,
     EVEN_NARROW,
     EVEN_SQUARE,
     EVEN_THIN,
@@ -31,6 +33,8 @@ from llmctl.plugins.ops.packed_linear.prefill import (
     SQUARE,
     THIN,
     WIDE,
+    WIDE_96,
+    WIDE_120,
     Variant,
     choose,
     prefill_launch,
@@ -107,7 +111,7 @@ def test_every_variant_keeps_its_sums_in_registers_and_products_run_together(nam
     assert kernel.threads == 128 * (variant.warpgroups + 1)
     assert kernel.registers <= 65536 // kernel.threads
     assert kernel.shared_bytes <= HOPPER.max_shared_bytes
-    assert kernel.cluster == 1
+    assert kernel.cluster == variant.cluster
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,9 @@ def test_products_are_warpgroup_instructions_fed_by_bulk_copies(name, variant, i
     products = [line for line in lines if "GMMA" in line]
     assert products and all(instruction in line for line in products)
     has_two_parts = name.startswith("fp8") and variant.wg_tiles == 1
-    places = 5 if has_two_parts else variant.wg_tiles  # where a chunk, four times 32 bytes, begins
+    is_chain = not name.startswith("fp8")  # whose first chunk is apart
+    # Where a chunk, four times 32 bytes, begins.
+    places = 5 if has_two_parts else variant.wg_tiles * (1 + is_chain)
     assert len(products) == 4 * places
     copies = [line for line in lines if "UBLKCP" in line]
     assert copies and not any("MULTICAST" in line for line in copies)
@@ -226,6 +232,19 @@ def test_gate_and_up_of_few_tokens_leave_no_last_wave_nearly_empty():
         call = make_call("packed_linear_swiglu", FP8, FP8, rows=rows, inner=inner)
         assert choose(call, 64, 132) == wanted
         assert not choose(call, 65, 132).is_even
+
+
+def test_steps_of_one_token_tile_take_one_with_room_for_few_more():
+    for rows, inner in ((57344, 8192), (28672, 4096)):
+        call = make_call("packed_linear_swiglu", FP8, FP8, rows=rows, inner=inner)
+        for tokens, wanted in ((65, WIDE_96), (96, WIDE_96), (97, WIDE_120), (120, WIDE_120)):
+            assert choose(call, tokens, 132) == wanted
+        for tokens in (121, 128, 192, 240, 256):
+            assert choose(call, tokens, 132) not in (WIDE_96, WIDE_120)
+    logits = make_call("packed_linear", BF16, FP32, rows=128_256, inner=4096)
+    best = replace(logits, attributes={"keeps_best": True})
+    assert choose(best, 65, 132) == choose(best, 120, 132) == EVEN_120
+    assert choose(best, 121, 132) == WIDE and not choose(best, 240, 132).is_even
 
 
 def test_tiles_of_one_warpgroup_give_all_multiprocessors_work_for_few_tokens():
