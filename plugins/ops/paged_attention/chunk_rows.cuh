@@ -23,7 +23,7 @@ DEVICE void append(State& all, const State& unit, const State::Weighed& weighed)
     all.largest[r] = top;
   }
 #pragma unroll
-  for (int i = 0; i < SIZE / 2; ++i) {
+  for (int i = 0; i < OWN_SIZE / 2; ++i) {
     const int r = i / 2 % 2;
     all.acc[i] = __fmaf_rn(all.acc[i], left[r], __fmul_rn(unit.acc[i], right[r]));
   }
@@ -31,11 +31,11 @@ DEVICE void append(State& all, const State& unit, const State::Weighed& weighed)
 
 // Stores a row of FP8 numbers that four lanes have, each two of every eight dimensions (`pairs`). They exchange them, so
 // that each stores 16 bytes at a time. The row is null where there is none.
-DEVICE void store_bytes(u8* row, const u32 (&pairs)[SIZE / 8]) {
+DEVICE void store_bytes(u8* row, const u32 (&pairs)[OWN_SIZE / 8]) {
   const int lane = threadIdx.x % 4;
   const bool is_high = lane & 2, is_odd = lane & 1;
 #pragma unroll
-  for (int k = 0; k < SIZE / 8; k += 8) {
+  for (int k = 0; k < OWN_SIZE / 8; k += 8) {
     u32 words[4];  // two times two numbers each; of four words a lane ends with that of its number of all lanes
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = pairs[k + 2 * i] | pairs[k + 2 * i + 1] << 16;
@@ -73,9 +73,9 @@ DEVICE void store(const State& all, const Its& item, OUT_TYPE::Storage* out, flo
     OUT_TYPE::Storage* its = out + (token * HEADS + item.head) * (GROUP * SIZE) + row % GROUP * SIZE;
     [[maybe_unused]] OUT_TYPE::Storage* to = its + 2 * (threadIdx.x % 4);
     const float factor = __fdiv_rn(value_scale, all.total[r]);
-    [[maybe_unused]] u32 pairs[SIZE / 8];
+    [[maybe_unused]] u32 pairs[OWN_SIZE / 8];
 #pragma unroll
-    for (int j = 0; j < SIZE / 8; ++j) {
+    for (int j = 0; j < OWN_SIZE / 8; ++j) {
       const float* x = &all.acc[4 * j + 2 * r];
       if constexpr (EXCHANGES) {
         pairs[j] = finish_pair(x[0], x[1], factor, quanta);

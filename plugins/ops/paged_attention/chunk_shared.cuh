@@ -12,7 +12,7 @@
 constexpr int TOKENS = 64 * WARPGROUPS / GROUP;  // of an item
 // FP8 products have queries in registers alone, and one more dimension of values: ones, whose sum is that of weights.
 constexpr int QUERY_BYTES = FP8_PRODUCTS ? 0 : OPERAND_BYTES;
-constexpr int VALUES_BYTES = IMAGE_BYTES + (FP8_PRODUCTS ? 1024 : 0);
+constexpr int VALUES_BYTES = IMAGE_BYTES / PARTS + (FP8_PRODUCTS ? 1024 : 0);
 
 // Some query tokens of one request, for one KV head.
 struct Item {

@@ -66,7 +66,7 @@ DEVICE void bring_tail(const Tail& tail, const Part& part, const Sources& from, 
   const int thread = threadIdx.x - THREADS, warp = thread / 32, lane = lane_id();
   const int page = tail.paths.load_page(from.table, from.table_stride);
   if (warp == 0) columns::TreePaths::clear_row(tail.window);
-  tail.paths.copy_window<COMPUTING>(tail.window, thread, from.cache, part.head, page,
+  tail.paths.copy_window<COMPUTING>(tail.window, thread, from.cache, part.head, 0, page,
                                     from.table_stride, from.num_pages);
   const Item item = {part.head, part.token, part.rows, 0, 0, 0};
 #pragma unroll 1

@@ -65,32 +65,6 @@ DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Page numbers of a request, one a lane: those of 32 entries of its table, and of the 32 behind.
-struct Pages {
-  const int* table;
-  int count, first;  // entries; the first that a lane has
-  int own, next;
-
-  DEVICE int load(int entry) const { return entry < count ? load_int(table + entry) : 0; }
-  static DEVICE int entry_of(int tile) { return tile / TILES_PER_PAGE * TILE_PAGES; }
-  DEVICE void start(int tile) {
-    first = entry_of(tile) / 32 * 32;
-    own = load(first + lane_id()), next = load(first + 32 + lane_id());
-  }
-  // Directs `loader` to a tile; tiles are asked for in order.
-  DEVICE void aim(Loader& loader, int tile) {
-    const int entry = entry_of(tile);
-    if (entry >= first + 32) {
-      first += 32;
-      own = next, next = load(first + 32 + lane_id());
-    }
-#pragma unroll
-    for (int i = 0; i < NUMBERS; ++i) {
-      loader.pages[i] = __shfl_sync(~0u, own, (entry + Loader::nth_page(i)) % 32);
-    }
-  }
-};
-
 // Copies a thread's pieces of a tile's keys and values to a slot: its own 16 bytes of each 2 KB. Tiles from `own_tiles` on
 // have keys of this step, which the kernel before may still be writing.
 DEVICE void fetch(const Loader& loader, const Tiles& shared, int tile, int own_tiles, int slot) {

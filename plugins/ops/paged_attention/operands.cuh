@@ -134,6 +134,33 @@ struct Loader {
   }
 };
 
+// Page numbers of a request, one a lane: those of 32 entries of its table, and of the 32 behind.
+struct Pages {
+  const int* table;
+  int count, first;  // entries; the first that a lane has
+  int own, next;
+
+  DEVICE int load(int entry) const { return entry < count ? load_int(table + entry) : 0; }
+  static DEVICE int entry_of(int tile) { return tile / TILES_PER_PAGE * TILE_PAGES; }
+  DEVICE void start(int tile) {
+    first = entry_of(tile) / 32 * 32;
+    own = load(first + lane_id()), next = load(first + 32 + lane_id());
+  }
+  // Goes on to a tile; tiles are asked for in order.
+  DEVICE void reach(int tile) {
+    if (entry_of(tile) < first + 32) return;
+    first += 32;
+    own = next, next = load(first + 32 + lane_id());
+  }
+  // The page of a tile that has been reached.
+  DEVICE int page(int tile, int nth) const { return __shfl_sync(~0u, own, (entry_of(tile) + nth) % 32); }
+  DEVICE void aim(Loader& loader, int tile) {
+    reach(tile);
+#pragma unroll
+    for (int i = 0; i < NUMBERS; ++i) loader.pages[i] = page(tile, Loader::nth_page(i));
+  }
+};
+
 // Zeros for the keys of a tile from `left` on: a NaN times a weight of zero would still be a NaN.
 DEVICE void clear_from(uint4 (&x)[LOADS], int left) {
   if (left >= KEYS) return;
@@ -168,16 +195,17 @@ DEVICE u32 own_place() {
   return part / 8 * HALF_BYTES + key * 128 + ((part % 8 ^ (key & 7)) << 4);
 }
 
-// Stores pieces of a tile as an operand.
-DEVICE void stage(u32 target, const uint4 (&x)[LOADS], u32 place = own_place()) {
+// Stores pieces of a tile as an operand; `step`: bytes from one to the next.
+template <int COUNT = LOADS>
+DEVICE void stage(u32 target, const uint4 (&x)[COUNT], u32 place = own_place(), u32 step = KEY_STEP * 128) {
 #pragma unroll
-  for (int i = 0; i < LOADS; ++i) {
-    const u32 to = target + place + i * (KEY_STEP * 128);
+  for (int i = 0; i < COUNT; ++i) {
+    const u32 to = target + place + i * step;
     if (IS_FP8) {
       u32 w[8];
       widen(x[i].x, w[0], w[1]), widen(x[i].y, w[2], w[3]);
       widen(x[i].z, w[4], w[5]), widen(x[i].w, w[6], w[7]);
-      const u32 other = target + (place ^ 16) + i * (KEY_STEP * 128);
+      const u32 other = target + (place ^ 16) + i * step;
       store_shared(to, w[0], w[1], w[2], w[3]);
       store_shared(other, w[4], w[5], w[6], w[7]);
     } else {

@@ -11,13 +11,15 @@
 // one start once what came before it is there (WRITES_CACHE in epilogue.cuh). So only warps that read queries or
 // the step's own keys wait.
 //
-// A tile takes about 1.1 us, because its products, its softmax and its merge follow each other. Verification.cu
-// is faster while its thread blocks, of up to 24 rows, run at once; this kernel is for steps of more rows.
+// A tile takes about 1 us, because its products, its softmax and its merge follow each other. Where multiprocessors are
+// left, two thread blocks have the same rows (PARTS), each with half of the values' dimensions: both find all weights,
+// and each merges and stores what is its own, so that neither waits for the other. Verification.cu is faster while its
+// thread blocks, of up to 24 rows, run at once; this kernel is for steps of more rows.
 //
-// Macros: as of chunk.cu, with WARPGROUPS 1; TREE (1), WINDOW_TILES, SHARED_BYTES.
-// Grid: 1, KV heads * blocks of rows, requests.
+// Macros: as of chunk.cu, with WARPGROUPS 1; TREE (1), WINDOW_TILES, PARTS (1, or 2 with SIZE 128), SHARED_BYTES.
+// Grid: 1, KV heads * blocks of rows * PARTS, requests.
 
-#include "ops/paged_attention/tree_tail.cuh"
+#include "ops/paged_attention/tree_load.cuh"
 
 // The last of the keys that a part's tokens see, for every thread.
 DEVICE int last_seen(const Part& part, const int* position_ids, int num_tokens) {
@@ -28,16 +30,6 @@ DEVICE int last_seen(const Part& part, const int* position_ids, int num_tokens) 
     position = max(position, load_int(position_ids + at));
   }
   return min(__reduce_max_sync(~0u, position), part.paths.numbers.limit - 1);
-}
-
-// Brings keys and values before the root's tile. They are of earlier steps, so nothing is waited for.
-DEVICE void load_tiles(const Shared& shared, const Part& part, Loader& loader) {
-  if (part.tiles == 0) return;
-  const Item item = part.item();
-  Ring<STAGES> ring;
-  Converted tiles;
-  tiles.begin(loader, item);
-  tiles.bring(shared, loader, item, ring);
 }
 
 // The merged state of all keys.
@@ -84,14 +76,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
   init_barriers(shared, THREADS / 32);
   __syncthreads();
   Part part;
-  part.request = blockIdx.z, part.head = blockIdx.y % HEADS;
-  part.first_token = blockIdx.y / HEADS * TOKENS;
+  const int nth_rows = blockIdx.y / PARTS;
+  part.nth = blockIdx.y % PARTS;
+  part.request = blockIdx.z, part.head = nth_rows % HEADS;
+  part.first_token = nth_rows / HEADS * TOKENS;
   const bool loads = threadIdx.x < THREADS;
   Loader loader;
   loader.cache = cache, loader.tables = block_tables;
-  if (loads) {  // the first tile's pages together with the step's numbers
+  Pages pages;
+  if (loads) {  // the first tiles' pages together with the step's numbers
     loader.aim(part.head, part.request * table_stride);
-    loader.load_pages(0, table_stride);
+    pages.table = block_tables + (long long)part.request * table_stride, pages.count = table_stride;
+    pages.start(0);
   }
   const columns::StepTrees trees = {tree_start, tree_root, paths, path_stride};
   part.paths.start(trees.load_numbers(cu_q, kv_lens, part.request));
@@ -107,21 +103,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128 + TAIL_THREADS, 1)
     part.all_tiles = max(last_seen(part, position_ids, num_tokens) / KEYS, part.tiles) + 1;
     part.all_tiles = min(part.all_tiles, part.tiles + WINDOW_TILES);
   }
-  const Sources from = {q,     cache,        position_ids, block_tables,
-                        trees, table_stride, num_pages,    num_tokens};
+  const Sources from = {q,     cache,        position_ids, block_tables, trees,
+                        table_stride, num_pages, num_tokens, v_scale, out_scale};
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
-  if (loads) {  // of 512 registers for four threads: 72, 208, 112, 112
+  if (loads) {  // of 512 registers for four threads: 72, 200, 120, 120, or with half of the sums 72, 168, 128, 128
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-    load_tiles(shared, part, loader);
+    load_tiles(shared, part, loader, pages);
   } else if (threadIdx.x < THREADS + 128) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(PARTS == 1 ? 200 : 168));
     State all;
     attend_all(shared, tail, part, from, scale, all);
-    const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
-    const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
-    store(all, part.item(), out, value_scale, quanta);
+    const float2 scales = tail.scales;
+    store(all, part.item(), out + part.nth * OWN_SIZE, scales.x, scales.y);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 112;");
+    if (PARTS == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
     attend_tail(tail, shared.queries(1, 0), part, from, scale);
   }
 }

@@ -43,6 +43,7 @@ MAX_CONTEXT = 4096
 _ROWS_PER_US = 128
 WARPS = 16  # four that load, four that compute, eight for the keys behind the root
 WINDOW_TILES = 3  # from the root's tile on
+_DIVIDED = 128  # head size whose values' dimensions two thread blocks may share
 MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
 
 
@@ -54,9 +55,17 @@ def covers_trees(call: OpCall, limits: StepLimits) -> bool:
 
 
 def count_blocks(call: OpCall, num_requests: int, max_tokens: int) -> int:
-    """Thread blocks."""
+    """Blocks of rows."""
     blocks = -(-max_tokens // (ROWS // group_size(call)))
     return num_requests * int(call.attributes["num_kv_heads"]) * blocks
+
+
+def count_parts(call: OpCall, limits: StepLimits, num_requests: int, max_tokens: int) -> int:
+    """Thread blocks that share a block of rows: two where all run at once, each with half of the
+    values' dimensions."""
+    blocks = count_blocks(call, num_requests, max_tokens)
+    is_divided = int(call.attributes["head_size"]) == _DIVIDED and 2 * blocks <= limits.num_sms
+    return 2 if is_divided else 1
 
 
 def estimate_us(
@@ -137,7 +146,8 @@ def tree_launch(
     has_trees: whether the step says where requests' trees are; otherwise all are chains.
     """
     step = env.step
-    blocks = count_blocks(call, num_requests, max_tokens)
+    parts = count_parts(call, env.limits, num_requests, max_tokens)
+    blocks = parts * count_blocks(call, num_requests, max_tokens)
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *tensors,
         logit_scale,
@@ -150,30 +160,34 @@ def tree_launch(
         step.paths,
         step.paths.stride(0) if has_trees else 0,
     )
-    return Launch(tree_spec(call, env.limits), (1, blocks // num_requests, num_requests), arguments)
+    grid = (1, blocks // num_requests, num_requests)
+    return Launch(tree_spec(call, env.limits, parts), grid, arguments)
 
 
 def tree_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
-    """The binary, where a step may need it."""
-    is_needed = limits.takes_trees and covers_trees(call, limits)
-    return [tree_spec(call, limits)] if is_needed else []
+    """The binaries, where a step may need them."""
+    if not (limits.takes_trees and covers_trees(call, limits)):
+        return []
+    counts = (1, 2) if int(call.attributes["head_size"]) == _DIVIDED else (1,)
+    return [tree_spec(call, limits, parts) for parts in counts]
 
 
-def tree_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
-    """The one binary."""
+def tree_spec(call: OpCall, limits: StepLimits, parts: int) -> KernelSpec:
+    """One binary; `parts` as of `count_parts`."""
     size, group = int(call.attributes["head_size"]), group_size(call)
     words, constants = source_variant(call, limits)
     operand_bytes = KEYS * size * 2
     # Queries of two items, the rings, barriers and items as in chunk.cu; the tail's queries lie
     # where the second item's would.
-    chunk_bytes = (2 + 2 * STAGES) * operand_bytes + 8 * (4 * STAGES + 4) + 2 * 6 * 4 + 16
+    rings_bytes = STAGES * (operand_bytes + operand_bytes // parts)
+    chunk_bytes = 2 * operand_bytes + rings_bytes + 8 * (4 * STAGES + 4) + 2 * 6 * 4 + 16
     window = WINDOW_TILES * KEYS
     window_bytes = 2 * (window * size + max(size, 128))
-    handed_bytes = ROWS * (size + 8) * 4 + ROWS * 8
+    handed_bytes = ROWS * (size // parts + 8) * 4 + ROWS * 8
     tail_bytes = window_bytes + handed_bytes + ROWS // group * window + ROWS * 4
-    shared_bytes = -(-chunk_bytes // 1024) * 1024 + tail_bytes
+    shared_bytes = -(-(chunk_bytes + 16) // 1024) * 1024 + tail_bytes
     return KernelSpec(
-        name=".".join(["paged_attention.tree", *words]),
+        name=".".join(["paged_attention.tree", *words, *(["halves"] if parts == 2 else [])]),
         source="ops/paged_attention/tree.cu",
         arguments=(
             *tensor_types(call, limits),
@@ -188,6 +202,7 @@ def tree_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
             "WARPGROUPS": 1,
             "TREE": 1,
             "WINDOW_TILES": WINDOW_TILES,
+            "PARTS": parts,
             "SHARED_BYTES": shared_bytes,
         },
         entry="tree",

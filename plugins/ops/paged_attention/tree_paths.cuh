@@ -7,8 +7,8 @@
 // it that a table gives for the token: the same numbers in the same order as when the path is decoded token by
 // token. A request without a tree has the path 0, 1, 2, ...
 //
-// A warp processes a block of 8 columns, tokens one after another; columns of other tokens see nothing, which
-// leaves their state as it is.
+// A warp processes a block of 8 columns: all keys of a tile that its tokens read from the same rows at once, then those
+// that differ, token after token; columns of other tokens have weights of zero there, which leaves their sums as they are.
 //
 // The root is the first of a request's tokens, or earlier steps have stored it, and other tokens of the paths.
 #pragma once
@@ -23,7 +23,8 @@ constexpr int BLOCK_TOKENS = GROUP < 8 ? 8 / GROUP : 1;  // of a block of column
 static_assert(NO_ROW <= 255, "tables have numbers of 8 bits");
 static_assert(!TREE || (8 % GROUP == 0 && WINDOW_PAGES <= 32), "whole tokens in 8 columns");
 
-typedef StateOf<STEPS, 1> ColumnState;
+constexpr int OWN_STEPS = STEPS / PARTS, OWN_CHUNKS = CHUNKS / PARTS;  // of the values that a thread block has
+typedef StateOf<OWN_STEPS, 1> ColumnState;
 
 // Rows of the window that a token's keys of 16 are read from: the address of the lane's key, and its chunk 0.
 struct PathKeys {
@@ -31,6 +32,14 @@ struct PathKeys {
 
   DEVICE PathKeys(u32 window, int its_row) : row(window + place(its_row, lane_id() / 16)) {}
   DEVICE u32 at(int, int chunk) const { return row ^ (chunk << 4); }
+};
+
+// The same of a tile's four times 16 keys.
+struct PathTile {
+  u32 rows[BLOCKS];
+
+  DEVICE void set(int block, u32 window, int its_row) { rows[block] = PathKeys(window, its_row).row; }
+  DEVICE u32 at(int block, int chunk) const { return rows[block] ^ (chunk << 4); }
 };
 
 // Which requests of a step have trees: arrays as in `DeviceStep`. No request does where `stride` is 0.
@@ -55,6 +64,7 @@ struct ColumnTokens {
 // are not used.
 static_assert(BLOCK_TOKENS * BLOCKS <= 32, "a bit for each token and block");
 struct ColumnTile {
+  static constexpr u32 EVERY_TOKEN = ~0u / ((1u << BLOCKS) - 1);  // bit 0 of each token's
   const int* sees;  // the last key that each column sees
   const u8 (*table)[WINDOW_KEYS];
   int tile, first;  // the tile's first key in the window
@@ -77,39 +87,67 @@ struct ColumnTile {
   // one, and in which blocks of 16 keys.
   DEVICE u32 find_logits(LogitsOf<BLOCKS, 1>& logits, const Queries& queries, u32 window,
                          int base) const {
-    u32 differs = 0;
+    u32 differs = 0, apart = 0;
+    PathTile keys;
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       const int its = row(base, b);
+      int all = its;  // that some token reads
+      bool is_apart = false;
+#pragma unroll
+      for (int t = 1; t < BLOCK_TOKENS; ++t) {
+        const bool is_other = t > base && sees[t * GROUP] >= tile * KEYS;
+        const int other = is_other ? row(t, b) : its;
+        if (__any_sync(~0u, other != its)) differs |= bit(t, b);
+        is_apart |= all != NO_ROW && other != NO_ROW && other != all;
+        all = all == NO_ROW ? other : all;
+      }
+      const bool is_one = !__any_sync(~0u, is_apart);  // a row behind a token's path is not seen by it
+      if (!is_one) apart |= EVERY_TOKEN << b;
+      keys.set(b, window, is_one ? all : its);
+    }
+    multiply_keys(logits, queries, keys);
 #pragma unroll 1
-      for (int t = base; t < BLOCK_TOKENS; t = next(t + 1)) {
-        const int other = row(t, b);
-        if (t > base && !__any_sync(~0u, other != its)) continue;
-        if (t > base) differs |= bit(t, b);
-        LogitsOf<1, 1> own;
-        multiply_keys(own, queries, PathKeys(window, other));
+    for (u32 left = differs & apart; left > 0; left &= left - 1) {
+      const int at = __ffs(left) - 1, t = at / BLOCKS;
+      LogitsOf<1, 1> own;
+      multiply_keys(own, queries, PathKeys(window, row(t, at % BLOCKS)));
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (t == base || is_own(t, i % 2)) logits[0][b][i] = own[0][0][i];
+          if (b == at % BLOCKS && is_own(t, i % 2)) logits[0][b][i] = own[0][0][i];
         }
       }
     }
     return differs;
   }
-  // Adds values times weights; blocks in order, as every column's sums are.
-  DEVICE void add_values(SumsOf<STEPS, 1>& sums, const u32 (&weights)[1][BLOCKS][2], u32 window,
+  // Adds values times weights, for each column block after block: paths that have parted do not meet again, so a
+  // token's own blocks come behind those it shares.
+  DEVICE void add_values(SumsOf<OWN_STEPS, 1>& sums, const u32 (&weights)[1][BLOCKS][2], u32 window,
                          int base, u32 differs) const {
     const u32 own = differs >> own_token() * BLOCKS;  // blocks that the token of the lane's weights reads by itself
+    PathTile values;
+    u32 shared[1][BLOCKS][2];
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
+      values.set(b, window, row(base, b));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) shared[0][b][i] = own >> b & 1 ? 0 : weights[0][b][i];
+    }
+    multiply_values(sums, shared, values);
 #pragma unroll 1
-      for (int t = base; t < BLOCK_TOKENS; ++t) {
-        if (t > base && !(differs & bit(t, b))) continue;
-        const bool is_its = t == base ? !(own >> b & 1) : own_token() == t;
-        u32 its[1][BLOCKS][2];
-        its[0][b][0] = is_its ? weights[0][b][0] : 0, its[0][b][1] = is_its ? weights[0][b][1] : 0;
-        multiply_block(sums, its, PathKeys(window, row(t, b)), b);
+    for (u32 left = differs; left > 0; left &= left - 1) {
+      const int at = __ffs(left) - 1, t = at / BLOCKS;
+      u32 its[1][BLOCKS][2] = {};
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (b == at % BLOCKS && own_token() == t) its[0][0][i] = weights[0][b][i];
+        }
       }
+      multiply_block(sums, its, PathKeys(window, row(t, at % BLOCKS)), 0);
     }
   }
 };
@@ -143,10 +181,11 @@ struct TreePaths {
     const int entry = first / TOKENS_PER_BLOCK + lane_id();
     return lane_id() < WINDOW_PAGES && entry < stride ? load_int(table + entry) : 0;
   }
-  // Copies keys and values from the root's tile on, by THREADS_OF_IT threads together, of which each lane has its page.
+  // Copies keys from the root's tile on, and the nth part of their values to where the first would be, by THREADS_OF_IT
+  // threads together, of which each lane has its page.
   template <int THREADS_OF_IT>
-  DEVICE void copy_window(u32 window, int thread, const KV_TYPE::Storage* cache, int head, int page,
-                          int stride, int num_pages) const {
+  DEVICE void copy_window(u32 window, int thread, const KV_TYPE::Storage* cache, int head, int nth,
+                          int page, int stride, int num_pages) const {
     const int first_entry = first / TOKENS_PER_BLOCK;
     page = u32(page) < u32(num_pages) ? page : 0;  // those after the last are undefined
     const int keys = min(min(numbers.limit, stride * TOKENS_PER_BLOCK) - first, WINDOW_KEYS);
@@ -160,7 +199,9 @@ struct TreePaths {
                                      at % TOKENS_PER_BLOCK * SIZE + chunk * (16 / KV_TYPE::bytes);
       if (key < keys) {
         copy_chunk(window + place(key, chunk), from);
-        copy_chunk(window + WINDOW_BYTES + place(key, chunk), from + PAGE);
+        if (chunk < OWN_CHUNKS) {
+          copy_chunk(window + WINDOW_BYTES + place(key, chunk), from + PAGE + nth * OWN_SIZE);
+        }
       }
     }
     commit_copies();

@@ -4,7 +4,7 @@
 #include "ops/paged_attention/tree_columns.cuh"
 
 constexpr int TAIL_WARPS = 8, TAIL_THREADS = 32 * TAIL_WARPS;  // a warp for 8 of 64 rows
-constexpr int ROW_FLOATS = SIZE + 8;  // of a row's sums: rows that are stored at once fall on different banks
+constexpr int ROW_FLOATS = OWN_SIZE + 8;  // of a row's sums: rows that are stored at once fall on different banks
 
 // A work item's rows while they pass between the computing warps and the tail's: its sums, largest and total.
 struct Handed {
@@ -14,22 +14,25 @@ struct Handed {
 
 // Shared memory behind what chunk_load.cuh has.
 struct TailShared {
-  static constexpr int AT = (Shared::CLAIM_AT + 16 + 1023) / 1024 * 1024;
+  static constexpr int AT = (Shared::CLAIM_AT + 32 + 1023) / 1024 * 1024;
   static constexpr int HANDED_AT = AT + 2 * columns::WINDOW_BYTES;
   static constexpr int ROWS_AT = HANDED_AT + sizeof(Handed);
   static constexpr int SEEN_AT = ROWS_AT + TOKENS * columns::WINDOW_KEYS;
   static constexpr int BYTES = SEEN_AT + 64 * sizeof(int);
+  static constexpr int SCALES_AT = AT - 16;
 
   u32 window;
   Handed& handed;
   u8 (*rows)[columns::WINDOW_KEYS];  // where each token has its keys in the window
   int* seen;                         // the last key of each row
+  float2& scales;                    // `Sources::scales`
 
   DEVICE explicit TailShared(u8* memory)
       : window(shared_address(memory) + AT),
         handed(*(Handed*)(memory + HANDED_AT)),
         rows((u8(*)[columns::WINDOW_KEYS])(memory + ROWS_AT)),
-        seen((int*)(memory + SEEN_AT)) {}
+        seen((int*)(memory + SEEN_AT)),
+        scales(*(float2*)(memory + SCALES_AT)) {}
 };
 static_assert(TailShared::BYTES <= SHARED_BYTES, "room for all of it");
 
@@ -49,6 +52,7 @@ DEVICE void arrive() {
 struct Part {
   columns::TreePaths paths;
   int head, request, first_token;
+  int nth;               // of the values' parts
   int tiles, all_tiles;  // before the root's; that any of the tokens sees
 
   DEVICE Item item() const {
@@ -70,7 +74,7 @@ DEVICE void store_rows(Handed& to, const State& unit) {
     const int row = row_of(r), lane = thread_from_here() % 4;
     float* sums = to.sums[row] + 2 * lane;
 #pragma unroll
-    for (int j = 0; j < SIZE / 8; ++j) {
+    for (int j = 0; j < OWN_SIZE / 8; ++j) {
       *(float2*)(sums + 8 * j) = {unit.acc[4 * j + 2 * r], unit.acc[4 * j + 2 * r + 1]};
     }
     if (lane == 0) to.states[row] = {unit.largest[r], unit.total[r]};
@@ -83,7 +87,7 @@ DEVICE void load_rows(State& unit, const Handed& from) {
     const int row = row_of(r);
     const float* sums = from.sums[row] + thread_from_here() % 4 * 2;
 #pragma unroll
-    for (int j = 0; j < SIZE / 8; ++j) {
+    for (int j = 0; j < OWN_SIZE / 8; ++j) {
       const float2 pair = *(const float2*)(sums + 8 * j);
       unit.acc[4 * j + 2 * r] = pair.x, unit.acc[4 * j + 2 * r + 1] = pair.y;
     }
@@ -98,7 +102,7 @@ DEVICE void store_columns(Handed& to, const columns::ColumnState& state, int blo
     const int row = 8 * block + lane_id() % 4 * 2 + c;
     if (lane_id() < 4) to.states[row] = {state.largest[0][c], c == 0 ? state.total[0] : other};
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
+    for (int i = 0; i < columns::OWN_STEPS; ++i) {
       to.sums[row][columns::value_dimension(i, 0)] = state.sums[0][i][c];
       to.sums[row][columns::value_dimension(i, 1)] = state.sums[0][i][c + 2];
     }
@@ -112,7 +116,7 @@ DEVICE void load_columns(columns::ColumnState& state, const Handed& from, int bl
     state.largest[0][c] = from.states[row].x;
     if (bool(lane_id() & 4) == bool(c)) state.total[0] = from.states[row].y;
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
+    for (int i = 0; i < columns::OWN_STEPS; ++i) {
       state.sums[0][i][c] = from.sums[row][columns::value_dimension(i, 0)];
       state.sums[0][i][c + 2] = from.sums[row][columns::value_dimension(i, 1)];
     }
@@ -126,6 +130,13 @@ struct Sources {
   const int *position_ids, *block_tables;
   columns::StepTrees trees;
   int table_stride, num_pages, num_tokens;
+  const float *v_scale, *out_scale;
+
+  // What sums are multiplied by, and the inverse of the unit of outputs.
+  DEVICE float2 scales() const {
+    return {V_SCALE ? *(const volatile float*)v_scale : 1.0f,
+            STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f};
+  }
 };
 
 // Attends to the keys from the root's tile on, for 8 of the part's rows.
@@ -147,8 +158,9 @@ DEVICE void attend_tail(const TailShared& shared, u32 query_operands, const Part
     const int last = part.paths.numbers.limit - 1;
     shared.seen[row] = is_real ? min(load_int(from.position_ids + token), last) : -1;
   }
+  if (block == 1 && lane == 0) shared.scales = from.scales();  // the warps that store need not wait for them
   wait_for_dependencies();  // for the step's own keys and values, and queries
-  part.paths.copy_window<TAIL_THREADS>(shared.window, thread, from.cache, part.head, page,
+  part.paths.copy_window<TAIL_THREADS>(shared.window, thread, from.cache, part.head, part.nth, page,
                                        from.table_stride, from.num_pages);
   const u32 queries_at = query_operands + block * (STEPS * 256);
   stage_columns(queries_at, from.q, item, block);

@@ -47,7 +47,7 @@ DEVICE u64 transposed_operand(u32 address) {
 struct State {
   static constexpr int LOGITS = KEYS / 2, WORDS = KEYS / 4;  // of a tile and of its weights, a thread
   float largest[2], total[2];
-  float acc[SIZE / 2];
+  float acc[OWN_SIZE / 2];
 
   // What is known of it once its last tile has weights; their product with values may be on its way.
   struct Weighed {
@@ -58,7 +58,7 @@ struct State {
   DEVICE void hold_before_logits() {}
   DEVICE void clear() {
 #pragma unroll
-    for (int i = 0; i < SIZE / 2; ++i) acc[i] = 0.0f;
+    for (int i = 0; i < OWN_SIZE / 2; ++i) acc[i] = 0.0f;
     clear_states();
   }
   DEVICE void clear_states() {
@@ -126,7 +126,7 @@ struct Softening {
   }
   DEVICE void fade_values(State& state) const {
 #pragma unroll
-    for (int i = 0; i < SIZE / 2; ++i) state.acc[i] = __fmul_rn(state.acc[i], fade[i / 2 % 2]);
+    for (int i = 0; i < OWN_SIZE / 2; ++i) state.acc[i] = __fmul_rn(state.acc[i], fade[i / 2 % 2]);
   }
   DEVICE void add_weights(State& state) {
 #pragma unroll

@@ -7,7 +7,11 @@
 #ifndef TILE_KEYS
 #define TILE_KEYS 64  // FP8 products have larger tiles
 #endif
+#ifndef PARTS
+#define PARTS 1  // thread blocks that have the same rows, each with some of the values' dimensions
+#endif
 constexpr int KEYS = TILE_KEYS;
+constexpr int OWN_SIZE = SIZE / PARTS;  // dimensions of values that a thread block has
 constexpr long long PAGE = (long long)HEADS * TOKENS_PER_BLOCK * SIZE;  // elements of a page's keys
 constexpr int SPAN = TOKENS_PER_BLOCK < KEYS ? TOKENS_PER_BLOCK : KEYS;  // keys of one page in a tile
 constexpr int TILE_PAGES = KEYS / SPAN, TILES_PER_PAGE = TOKENS_PER_BLOCK / SPAN;

@@ -50,7 +50,7 @@ struct Tail : TreePaths {
   DEVICE void bring(const Shared& shared, const KV_TYPE::Storage* cache, int head, int table_stride,
                     int num_pages, const StepTrees& trees, int first_token) const {
     if (nth == 0) clear_row(shared.window);
-    copy_window<TAIL_THREADS>(shared.window, threadIdx.x - 32 * UNITS, cache, head, page,
+    copy_window<TAIL_THREADS>(shared.window, threadIdx.x - 32 * UNITS, cache, head, 0, page,
                               table_stride, num_pages);
     const int own = nth * BLOCK_TOKENS;
     find_rows(shared.rows, tokens, trees, first_token + own, own);

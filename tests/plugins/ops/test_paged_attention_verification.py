@@ -15,7 +15,7 @@ from support.kernel import compile_all
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.ops.paged_attention import kernel, verification
 from llmctl.plugins.ops.paged_attention.tiles import count_units
-from llmctl.plugins.ops.paged_attention.tree import tree_spec
+from llmctl.plugins.ops.paged_attention.tree import count_parts, tree_spec
 
 WIDE = {
     "heads": 64,
@@ -171,11 +171,20 @@ def test_what_it_does_not_cover_stays_with_the_other_kernels(other):
     assert variant(world, 1, 1) == ""
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("heads", [64, 8])
-def test_the_kernel_of_few_thread_blocks_finds_room(heads):
+def test_the_kernel_of_few_thread_blocks_finds_room(heads, parts):
     world = World(**{**WIDE, "heads": heads, "trees": {0: [-1] * 20}})
     call, limits = world.call([(0, 0, 1)]), world.limits()
-    ((_, binary, code),) = compile_all([tree_spec(call, limits)])
+    ((_, binary, code),) = compile_all([tree_spec(call, limits, parts)])
     assert "HGMMA" in code and "HMMA" in code and "USETMAXREG" in code
     assert binary.local_bytes <= 64 and binary.shared_bytes <= 227 * 1024
-    assert tree_spec(call, limits) in kernel.kernels(call, limits)
+    assert tree_spec(call, limits, parts) in kernel.kernels(call, limits)
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "parts"), [(1, 120, 2), (1, 128, 2), (2, 120, 1), (1, 129, 1)]
+)
+def test_two_thread_blocks_have_the_same_rows_where_all_run_at_once(requests, tokens, parts):
+    world = World(**{**WIDE, "heads": 32, "trees": {0: [-1] * 20}})
+    assert count_parts(world.call([(0, 0, 1)]), world.limits(), requests, tokens) == parts

@@ -37,8 +37,9 @@ class Runs:
             emulated_warps.run([launch], turn, is_late=turn % 2 == 0)
 
 
-def world_of(group: int, length: int, parents: Sequence[int] = ()) -> Compiled:
+def world_of(group: int, length: int, parents: Sequence[int] = (), per_page: int = 32) -> Compiled:
     return Compiled(
+        tokens_per_block=per_page,
         heads=group,
         kv_heads=1,
         size=128,
@@ -61,15 +62,21 @@ def tree_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "root", "drafts"),
-    [(4, 20, 20), (4, 63, 6), (8, 130, 9), (2, 200, 40), (8, 1023, 12), (4, 1100, 20), (8, 1166, 6)]
-    + [(1, 300, 8), (4, 1300, 6), (4, 2150, 5)],
+    ("group", "root", "drafts", "parts", "per_page"),
+    [(4, 20, 20, 2, 32), (4, 63, 6, 2, 32), (8, 130, 9, 2, 32), (2, 200, 40, 2, 32)]
+    + [(8, 1023, 12, 2, 32), (4, 1100, 20, 2, 32), (8, 1166, 6, 2, 32), (1, 300, 8, 2, 32)]
+    + [(4, 1300, 6, 2, 32), (4, 2150, 5, 2, 32), (4, 330, 9, 2, 8), (4, 330, 9, 2, 128)]
+    + [(4, 20, 20, 1, 32), (8, 1166, 6, 1, 32), (2, 330, 40, 1, 16)],
 )
-def test_trees_have_the_bits_of_decoding_their_paths(group, root, drafts):
+def test_trees_have_the_bits_of_decoding_their_paths(
+    monkeypatch, group, root, drafts, parts, per_page
+):
     """In contexts of none, one, sixteen and more work items, of one tile, two and four; roots at
-    the borders of tiles and of work items, or within a work item that begins before."""
+    the borders of tiles and of work items, or within a work item that begins before; by one thread
+    block or two to the same rows."""
+    monkeypatch.setattr(tree, "count_parts", lambda *step: parts)
     execute, decoded = Runs(), {}
-    world = world_of(group, root + drafts + 20, random_parents(drafts, root))
+    world = world_of(group, root + drafts + 20, random_parents(drafts, root), per_page)
     assert not differing_tokens(world, root, execute, decoded=decoded, padding=(0, 0))
     assert not differing_chosen(world, root, [2, 4, 5], execute, decoded)
     assert set(execute.entries) == {"tree", "verification"}
