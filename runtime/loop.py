@@ -52,9 +52,10 @@ class _HostStep(NamedTuple):
 class Loop:
     """Runs scheduler, drafter, target and accept rule. One thread owns it.
 
-    `step` is `launch`, `run_ahead` and `finish`. Between the first and the last the device works,
-    and the host has time for whatever the next step does not need. `run_ahead` may be `spare_s`
-    later than `launch`, for requests that arrive meanwhile.
+    `step` is `launch`, `run_ahead`, `finish` and `settle`. From `launch` to `finish` the device
+    works, and the host has time for whatever the next step does not need. `run_ahead` may be
+    `spare_s` later than `launch`, for requests that arrive meanwhile. Tokens are known from
+    `finish` on.
 
     After a step that raised, its sequences are in an unknown state: cancel `touched` before the
     next step, or every active sequence if that is None.
@@ -90,7 +91,9 @@ class Loop:
         scheduler.has_work."""
         self.launch()
         self.run_ahead()
-        return self.finish()
+        report = self.finish()
+        self.settle(report)
+        return report
 
     def prepare_more(self) -> bool:
         """While no sequence is active: do one more thing that steps would otherwise wait for;
@@ -145,8 +148,7 @@ class Loop:
             self._in_rounds(self._rounds.run_late)
 
     def finish(self) -> StepReport:
-        """The second half: wait for the started step, accept, commit, publish blocks, release
-        sequences."""
+        """The second half: wait for the started step, accept, commit."""
         if self._host_step is not None:
             return self._finish_host_step(self._host_step)
         assert self._rounds is not None
@@ -158,6 +160,10 @@ class Loop:
         self._was_round = True
         times = (done.draft_s, done.verify_s, elapsed_s if is_steady else None, elapsed_s)
         return self._finish(done.batch, done.commits, *times)
+
+    def settle(self, report: StepReport) -> None:
+        """Publish the blocks of a finished step, and release the sequences that ended with it."""
+        self._scheduler.update(report.batch)
 
     def _in_rounds(self, act: Callable[[], Outcome]) -> Outcome:
         """Run part of a round; if it raises, no round is left in flight."""
@@ -224,8 +230,7 @@ class Loop:
         period_s: float | None,
         elapsed_s: float,
     ) -> StepReport:
-        """Publish, release, count."""
-        self._scheduler.update(batch)
+        """Count."""
         rounds = commits[len(batch.context) :]
         step_s = perf_counter() - self._began
         if rounds:  # steps that only read prompts do not count as round time

@@ -150,6 +150,9 @@ class Worker:
                 self._take(self._inbox.arrivals(spare_s))
             self._loop.run_ahead()
             report = self._loop.finish()
+            if self._defers:
+                self._delivery.post_first_tokens(report)
+            self._loop.settle(report)
         except Exception as error:  # the same
             self._fail_step(error)
             return
@@ -158,8 +161,6 @@ class Worker:
         self._delivery.hold(report, started, self._inbox.num_queued)
         if not self._defers or not self.scheduler.has_work:
             self._delivery.flush()
-        else:
-            self._delivery.post_first_tokens()
 
     def _learn(self, report: StepReport) -> None:
         """Update the limit for prompt chunks from the measured step."""

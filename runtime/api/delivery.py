@@ -1,14 +1,16 @@
 """Makes the responses and statistics of a committed step.
 
 The next step does not depend on them. So where a device computes, it first gets its next step, and
-the results of the last one are delivered while it is busy. Only first tokens are delivered at once:
-they are few, and who waits for one has waited for a prompt.
+the results of the last one are delivered while it is busy. Only first tokens are delivered at once,
+before the blocks of their prompts are published: they are few, and who waits for one has waited for
+a prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from time import monotonic, sleep
 from typing import NamedTuple
 
 from llmctl.runtime.api.mailbox import Mailbox
@@ -17,6 +19,10 @@ from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.loop import StepReport
 from llmctl.runtime.request import FinishReason, Response, Sequence
 from llmctl.runtime.stats.recorder import Moment, Recorder
+
+# After first tokens the executor's thread leaves Python's lock to who waits for them. Otherwise it
+# keeps that until it waits for the device, a millisecond later.
+HAND_OVER_S = 20e-6
 
 
 class _Held(NamedTuple):
@@ -46,26 +52,31 @@ class Delivery:
         self._mailbox = mailbox
         self._forget = forget
         self._held: _Held | None = None
+        # A step whose first tokens have been posted, and what of it has not.
+        self._begun: StepReport | None = None
+        self._rest: Items[Commit] = ()
+
+    def post_first_tokens(self, report: StepReport) -> None:
+        """Post what a step brought to requests whose prompts it has read, but for those that end
+        with it. The step is held next, or fails; the previous one has been flushed."""
+        num_prompts = len(report.batch.context)
+        if not num_prompts:
+            return
+        first, left = list[Commit](), list[Commit]()
+        for commit in report.commits[:num_prompts]:
+            (first if commit.num_tokens and not _ends(commit) else left).append(commit)
+        self._begun, self._rest = report, [*left, *report.commits[num_prompts:]]
+        if responses := self._make(first, monotonic(), []):
+            self._mailbox.post(responses)
+            sleep(HAND_OVER_S)
 
     def hold(self, report: StepReport, started: list[TrackedRequest], num_queued: int) -> None:
         """Keep a committed step; the previous one has been flushed."""
         assert self._held is None
         moment = self._recorder.look(len(self._active), num_queued)
-        self._held = _Held(report, moment, started, report.commits)
-
-    def post_first_tokens(self) -> None:
-        """Post what the held step brought to requests whose prompts it has read, but for those that
-        end with it."""
-        held = self._held
-        assert held is not None and held.commits is held.report.commits, "once, after `hold`"
-        num_prompts = len(held.report.batch.context)
-        first, left = list[Commit](), list[Commit]()
-        for commit in held.commits[:num_prompts]:
-            (first if commit.num_tokens and not _ends(commit) else left).append(commit)
-        if first:
-            self._held = held._replace(commits=[*left, *held.commits[num_prompts:]])
-            if responses := self._make(first, held.moment, []):
-                self._mailbox.post(responses)
+        commits = self._rest if report is self._begun else report.commits
+        self._held = _Held(report, moment, started, commits)
+        self._begun, self._rest = None, ()
 
     def flush(self) -> None:
         """Post the responses of the step that have not been posted, count it, and retire the
@@ -74,20 +85,20 @@ class Delivery:
             return
         held, self._held = self._held, None
         active, ended = self._active, list[int]()
-        responses = self._make(held.commits, held.moment, ended)
+        responses = self._make(held.commits, held.moment.now_s, ended)
         self._recorder.record(held.report, held.moment, active.values(), held.started, len(ended))
         for request_id in ended:
             del active[request_id]
         if responses:
             self._mailbox.post(responses)
 
-    def _make(self, commits: Items[Commit], moment: Moment, ended: list[int]) -> list[Response]:
+    def _make(self, commits: Items[Commit], now_s: float, ended: list[int]) -> list[Response]:
         """The responses of commits; requests that these complete are appended to `ended`."""
         responses, iteration = list[Response](), self._recorder.num_iterations + 1
         for commit in commits:
             sequence, is_over = commit.sequence, _ends(commit)
             tracked = self._active[sequence.request_id]
-            tracked.note(commit, iteration, moment.now_s)
+            tracked.note(commit, iteration, now_s)
             if is_over or (commit.num_tokens and tracked.request.streaming):
                 responses.append(tracked.respond(sequence))
             if is_over:

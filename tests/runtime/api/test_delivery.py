@@ -82,6 +82,21 @@ def test_a_device_has_its_next_step_before_the_last_is_delivered_but_for_the_fir
     assert log == ["run", "response", "run", *["run", "response"] * 2, "response"]
 
 
+def test_a_first_token_is_delivered_before_the_blocks_of_its_prompt_are_published(watch):
+    watched = watch(is_asynchronous=True)
+    scheduler = watched.executor._worker.scheduler
+    update = scheduler.update
+
+    def updated(batch) -> None:
+        watched.log.append("publish")
+        update(batch)
+
+    scheduler.update = updated
+    log = watched.answer(Request(PROMPT, 3, streaming=True))
+    assert log[:4] == ["run", "response", "publish", "run"]
+    assert log.count("response") == log.count("publish") == 3
+
+
 def test_so_has_a_device_that_goes_over_to_rounds(watch):
     log = watch(is_asynchronous=True, has_rounds=True).answer(Request(PROMPT, 4, streaming=True))
     assert log[:4] == ["run", "response", "round", "round"]
