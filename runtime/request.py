@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.api import refused
@@ -192,13 +190,14 @@ class Sequence:
     blocks: BlockCounts = field(default_factory=BlockCounts)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
-    _prompt_ids: NDArray[np.int32] | None = field(default=None, init=False, repr=False)
+    _prompt_ids: array[int] | None = field(default=None, init=False, repr=False)
 
     @property
-    def prompt_ids(self) -> NDArray[np.int32]:
-        """tokens[:num_prompt_tokens] as steps take them, from the first time that this is read."""
+    def prompt_ids(self) -> array[int]:
+        """tokens[:num_prompt_tokens] as int32, which numpy reads in place, from the first time that
+        this is read. No numpy array, since what only parses a request should not import numpy."""
         if self._prompt_ids is None:
-            self._prompt_ids = np.array(self.tokens[: self.num_prompt_tokens], np.int32)
+            self._prompt_ids = array("i", self.tokens[: self.num_prompt_tokens])
         return self._prompt_ids
 
     @property

@@ -4,7 +4,6 @@ and what plain torch computes of it."""
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from llmctl.runtime.drafting.eagle.pairs import Pairs
 from llmctl.runtime.drafting.growth.growth import Chain, DynamicShape, DynamicTree, StaticTree
 from llmctl.runtime.drafting.static_nodes import Nodes
 from llmctl.runtime.engines.engine import open_cpu_engine
+from llmctl.runtime.request import Request, Sequence
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 89, 79]
 OWN = 77  # the target's own token behind them
@@ -42,8 +42,9 @@ TABLES = np.array([TABLE], np.int32)
 
 
 def sequence():
-    request = SimpleNamespace(end_id=None)
-    return SimpleNamespace(tokens=[*TOKENS, OWN], block_table=TABLE, request=request)
+    request = Request(tuple(TOKENS), max_tokens=32)
+    tokens = [*TOKENS, OWN]
+    return Sequence(1, 1, request, 0, tokens, len(TOKENS), max_len=64, block_table=TABLE)
 
 
 def prompt():
