@@ -18,7 +18,7 @@
 #include "ops/paged_attention/long_tail.cuh"
 #endif
 
-constexpr int TAIL_TILES = 6;  // of a context take as long as the keys from a tree's root's tile on
+constexpr int TAIL_TILES = 15;  // of a context take as long as the keys from a tree's root's tile on
 
 // Registers of a thread that brings and of one that computes: 256 are two times 128, 504 three times 168.
 #if WARPGROUPS == 1
@@ -104,8 +104,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
   State all;
   {
-    const int warpgroup = threadIdx.x / 128 - 1;
-    stage_queries(shared.queries(warpgroup), q, part);
+    const int warpgroup = WARPGROUPS > 1 && __any_sync(~0u, threadIdx.x >= 2 * THREADS);  // as the compiler sees
     int full_tiles = tiles, last_key[2] = {0, 0};
     if (!TREE) {
       full_tiles = min(load_int(position_ids + part.token) + 1, limit) / KEYS;
@@ -115,9 +114,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
         last_key[r] = min(load_int(position_ids + part.token + row / GROUP), limit - 1);
       }
     }
+    const u32 queries = shared.queries(warpgroup);
+    stage_queries(queries, q, part);
     meet_computing();
     State unit;
-    const u32 queries = shared.queries(warpgroup);
 #if TREE
     const Tail tail(memory, numbers);
     const bool has_tail = nth == splits - 1;

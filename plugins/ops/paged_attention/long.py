@@ -47,10 +47,9 @@ class Variant:
 
     warpgroups: int  # 64 rows of a thread block each
     blocks: int  # thread blocks of a multiprocessor
-    stages: int  # tiles of keys, and of values, as operands
     byte_slots: int  # tiles as the cache has them
     # A tile in a thread block, microseconds, where every multiprocessor of an H200 has as many
-    # thread blocks as it can have (docs/performance/log/attention.md); and where contexts are
+    # thread blocks as it can have (docs/performance/log/verifications.md); and where contexts are
     # shared, as work items are stored then.
     tile_us: float
     shared_tile_us: float
@@ -63,16 +62,17 @@ class Variant:
     def shared_bytes(self, size: int) -> int:
         """Tiles as operands and as bytes, queries, barriers."""
         tile = 2 * KEYS * size
-        operands = self.stages * 2 * tile + self.rows * size * 2
-        return operands + self.byte_slots * tile + 4 * 8 * self.stages
+        operands = STAGES * 2 * tile + self.rows * size * 2
+        return operands + self.byte_slots * tile + 4 * 8 * STAGES
 
 
-VARIANTS = (Variant(1, 2, 2, 2, 1.5, 1.66), Variant(2, 1, 4, 4, 1.33, 1.45))
+STAGES = 2  # tiles of keys, and of values, as operands
+VARIANTS = (Variant(1, 2, 2, 1.5, 1.58), Variant(2, 1, 8, 1.21, 1.27))
 WINDOW_TILES = 3  # from a tree's root's on
 MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
-_TAIL_TILES = 6  # that take as long in long.cu as what follows a tree's root
+_TAIL_TILES = 15  # that take as long in long.cu as what follows a tree's root
 # Microseconds that thread blocks which share contexts take longer: they meet, and merge.
-_SHARING_US = 18.0
+_SHARING_US = 15.0
 _ALONE = 0.8  # of a tile's time, where a multiprocessor has one thread block that could have two
 # Tokens of a context up to which generation.cu is as fast for one chain of more rows than a
 # warpgroup has (docs/performance/log/attention.md).
@@ -235,7 +235,7 @@ def long_spec(call: OpCall, limits: StepLimits, variant: Variant, *, has_trees: 
     shared_bytes = variant.shared_bytes(int(call.attributes["head_size"]))
     constants |= {
         "WARPGROUPS": variant.warpgroups,
-        "STAGES": variant.stages,
+        "STAGES": STAGES,
         "BYTE_SLOTS": variant.byte_slots,
         "TREE": has_trees,
         "WINDOW_TILES": WINDOW_TILES,

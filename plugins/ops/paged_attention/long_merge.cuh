@@ -94,21 +94,23 @@ DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int
     // The thread's four dimensions of each work item, which it brings for itself.
     const float4* from =
         entries.record(0, row, piece % 4 * (QUARTER / 16), 0) + thread % PIECE_THREADS;
+    const long long entry = (long long)entries.rows * (SIZE / 4);
     const u32 own = shared.base + thread * 16;
-    const auto bring = [&](int unit) {
-      if (is_used && unit < count) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(own + unit % AHEAD *
-                                                                              (COMPUTING * 16)),
-                     "l"(from + (long long)unit * entries.rows * (SIZE / 4))
-                     : "memory");
+    constexpr u32 FAR = COMPUTING * 16;  // from one work item's to the next
+    // Addresses by one addition each: few warps merge, and every instruction of theirs takes several cycles.
+    const auto bring = [&](int batch) {
+      const u32 to = own + batch % AHEAD * FAR;
+      const float4* its = from + batch * entry;
+      const int left = is_used ? count - batch : 0;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i, its += entry) {
+        if (i >= left) continue;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * FAR), "l"(its) : "memory");
       }
+      asm volatile("cp.async.commit_group;" ::: "memory");
     };
 #pragma unroll 1
-    for (int batch = 0; batch < AHEAD; batch += BATCH) {
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) bring(batch + i);
-      asm volatile("cp.async.commit_group;" ::: "memory");
-    }
+    for (int batch = 0; batch < AHEAD; batch += BATCH) bring(batch);
     const int factor_row = thread / BATCH;
     const int last_row = (min(first + AT_ONCE, end) - 1) / 4;
     RowFactors its(entries, first_row + factor_row, count, first_row + factor_row <= last_row);
@@ -121,6 +123,7 @@ DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int
       meet_computing();
       if (is_used) {
         const Factor* of_row = to + (row - first_row) * BATCH;
+        const u32 at = own + batch % AHEAD * FAR;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
           if (batch + i >= count) break;
@@ -128,7 +131,7 @@ DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int
           float x[4];
           asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                        : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                       : "r"(own + (batch + i) % AHEAD * (COMPUTING * 16))
+                       : "r"(at + i * FAR)
                        : "memory");
           total = __fmaf_rn(total, factor.left, factor.total);
 #pragma unroll
@@ -137,9 +140,7 @@ DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int
           }
         }
       }
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) bring(batch + AHEAD + i);
-      asm volatile("cp.async.commit_group;" ::: "memory");
+      bring(batch + AHEAD);
     }
     meet_computing();  // the factors of the last batch have been read
     if (!is_used) continue;

@@ -88,7 +88,7 @@ DEVICE void take(uint4 (&x)[LOADS], u32 from) {
 DEVICE void bring_tiles(const Tiles& shared, Loader& loader, Pages& pages, const Share& share,
                         int limit, int own_tiles) {
   pages.start(share.begin);
-#pragma unroll
+#pragma unroll 1  // instructions that run once take longer to arrive than to run
   for (int i = 0; i < BYTE_SLOTS; ++i) {
     if (share.begin + i < share.end) {
       pages.aim(loader, share.begin + i);

@@ -4,13 +4,15 @@
 
 #include "ops/paged_attention/long_tiles.cuh"
 
+static_assert(STAGES == 2, "a slot is the first or the second");
+
 // Where what others merge of a block of rows is stored (an entry): first what the thread block with the beginning has merged,
 // then the work items behind its share. Of each row its sums and its state.
 //
 // The sums of 16 dimensions are in the order in which a thread of a product has them: four threads' dimensions 2 t,
 // 2 t + 1, and those 8 further.
 struct Entries {
-  float* sums;     // [entries, rows, SIZE]
+  float* sums;     // [entries, STEPS, rows, 16]
   float2* states;  // [entries, rows]: largest, total
   int rows;
   int first_unit;  // of the second entry
@@ -75,6 +77,26 @@ DEVICE void finish_unit(const Part& part, int unit, State& all, const State& its
   }
 }
 
+// As `start_logits`, but places in the operands are found one after another: all of them at once, before the loop, take
+// more of the registers that a warp's lanes share than there are.
+DEVICE void start_logits_in_turn(float (&s)[32], u32 queries, u32 keys) {
+  u64 a = operand(queries), b = operand(keys);
+  keep_order(s);
+  product_fence();
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    Attention<Inner>::logits(s, a, b, i > 0);
+    const int step = i % 4 == 3 ? HALF_BYTES / 16 - 6 : 2;
+    a += step, b += step;
+    asm volatile("" : "+l"(a), "+l"(b));
+  }
+  product_commit();
+}
+
+// Whether there is code for each of the two slots. Chains of few rows, two thread blocks of them on a multiprocessor, are as
+// fast without, and 2 % faster where there is one request.
+constexpr bool DOUBLES = WARPGROUPS > 1 || TREE;
+
 // Attends to a share's tiles. From full_tiles on rows see keys up to last_key only. Work item `held` is not finished: it
 // is left in `unit`. Whether there was one.
 DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& part, u32 queries,
@@ -103,48 +125,83 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
     softening.weigh(s, weights, scale);
     softening.add_weights(unit);
   };
-  Ring<STAGES> keys, values;
   bool is_first = true;  // tile of its work item
-  const auto multiply_keys = [&] {
-    barrier_wait(shared.full_keys(keys.slot), keys.parity);
-    start_logits(s, queries, shared.keys(keys.slot));
+  u32 parity = 0;        // of the keys' slots
+  // Slots are constants, or chosen by a vote, which gives all lanes the same in a way that the compiler sees: descriptors
+  // of operands are computed once a warp then.
+  const auto multiply_keys = [&](bool odd) {
+    barrier_wait(odd ? shared.full_keys(1) : shared.full_keys(0), parity);
+    start_logits_in_turn(s, queries, odd ? shared.keys(1) : shared.keys(0));
   };
-  const auto release_keys = [&] {
+  const auto release_keys = [&](bool odd) {
     keep_order(s);
-    release(shared.empty_keys(keys.slot));
-    keys.advance();
+    release(odd ? shared.empty_keys(1) : shared.empty_keys(0));
   };
-  const auto multiply_values = [&] {
-    barrier_wait(shared.full_values(values.slot), values.parity);
-    start_values(unit, weights, shared.values(values.slot), !is_first);
+  const auto multiply_values = [&](bool odd, u32 its_parity) {
+    barrier_wait(odd ? shared.full_values(1) : shared.full_values(0), its_parity);
+    start_values(unit, weights, odd ? shared.values(1) : shared.values(0), !is_first);
   };
-  const auto release_values = [&] {
+  const auto release_values = [&](bool odd) {
     unit.hold();
-    release(shared.empty_values(values.slot));
-    values.advance();
+    release(odd ? shared.empty_values(1) : shared.empty_values(0));
+  };
+  // The keys of the next tile, which are in this slot, and the values of the one before, whose product may go on.
+  const auto multiply = [&](bool odd) {
+    const u32 before = parity;
+    if (!odd) parity ^= 1;
+    multiply_keys(odd);
+    multiply_values(!odd, before);
+    product_wait<1>();
+    release_keys(odd);
   };
 #pragma unroll
   for (int i = 0; i < State::WORDS; ++i) weights[i] = 0;
-  multiply_keys();
+  multiply_keys(false);
   product_wait<0>();
-  release_keys();
+  release_keys(false);
   if (!is_idle) {
     find_base();
     weigh();
   }
   int its = at.unit;
+  bool odd = false;  // whether the last tile is in the second slot
+  at.next();
 #pragma unroll 1
-  for (at.next(); at.tile < share.end; at.next()) {
-    multiply_keys();
-    multiply_values();
-    product_wait<1>();
-    release_keys();
+  while (true) {
+    // Tiles of the same work item of which all rows see all keys. Work items of several tiles begin with even ones, and so does
+    // a share that has any.
+    if (DOUBLES && !odd && at.unit == its) {
+      const int plain_end = min(min(at.unit_end, share.end), full_tiles);
+      const auto attend_plain = [&](bool its_slot) {
+        odd = its_slot;
+        multiply(its_slot);
+        is_first = false;
+        if (!is_idle) softening.find_base<false>(unit, s, {}, scale);
+        product_wait<0>();
+        release_values(!its_slot);
+        if (!is_idle) {
+          softening.fade_values(unit);  // while exponentials are computed, of which a warp has one in eight cycles
+          weigh();
+        }
+        ++at.tile;
+      };
+#pragma unroll 1
+      while (at.tile < plain_end) {
+        attend_plain(true);
+        if (at.tile >= plain_end) break;
+        attend_plain(false);
+      }
+      if (at.tile == at.unit_end) at.start(at.unit + 1);
+    }
+    if (at.tile >= share.end) break;
+    odd = __any_sync(~0u, !odd);
+    multiply(odd);
     is_first = at.unit != its;
     const auto weighed = unit.weighed();  // of the work item whose values are being added
     if (is_first) unit.clear_states();
     if (!is_idle) find_base();
     product_wait<0>();
-    release_values();
+    release_values(!odd);
     if (is_first) {
       finish_unit(part, its, all, unit, weighed);
       its = at.unit;
@@ -153,10 +210,12 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
       weigh();
       if (!is_first) softening.fade_values(unit);
     }
+    at.next();
   }
-  multiply_values();
+  odd = __any_sync(~0u, odd);
+  multiply_values(odd, parity);
   product_wait<0>();
-  release_values();
+  release_values(odd);
   if (its == held) return true;
   finish_unit(part, its, all, unit, unit.weighed());
   return false;
