@@ -227,7 +227,10 @@ def measure(
         began = perf_counter()
         run_load(executor, batch, requests)
         seconds = perf_counter() - began
-    rows = [row for kind in KINDS for row in table(batch, kind, clock.steps[kind], step_ms)]
+    has_idle = device is not None  # a GPU's is not known here
+    rows = [
+        row for kind in KINDS for row in table(batch, kind, clock.steps[kind], step_ms, has_idle)
+    ]
     tokens_s = len(requests) * arguments.output / seconds
     rows.append(f"| {batch} | all | tokens/s, for what it is worth | {tokens_s:,.0f} | |")
     for generation, times in sorted(pauses.found.items()):
@@ -236,7 +239,9 @@ def measure(
     return rows
 
 
-def table(batch: int, kind: str, steps: list[dict[str, float]], step_ms: float) -> list[str]:
+def table(
+    batch: int, kind: str, steps: list[dict[str, float]], step_ms: float, has_idle: bool
+) -> list[str]:
     """Rows of Markdown for one kind of step."""
     if not steps:
         return []
@@ -259,7 +264,7 @@ def table(batch: int, kind: str, steps: list[dict[str, float]], step_ms: float) 
         f"p99 {p99:.2f}, max {max(totals):.2f} |"
     )
     idle = [1e3 * step["idle"] for step in steps[1:]]
-    if any(idle):
+    if has_idle and idle:
         rows.append(f"{start} device idle before | {median(idle):.3f} | {mean(idle):.3f} |")
     return rows
 
