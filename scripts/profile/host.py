@@ -37,6 +37,7 @@ from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 from scripts.profile.host_stub import StubDevice, StubRunner, StubSampling, StubTarget
 
+Steps = list[dict[str, float]]  # seconds of each part
 KINDS = {"generation": "rounds", "mixed": "steps with prompts"}
 WAIT = "wait"
 SCHEDULING = ("schedule", "run ahead?")
@@ -50,7 +51,7 @@ class Clock:
     """Seconds of each part of the step under way, and of all steps by kind."""
 
     def __init__(self) -> None:
-        self.steps: dict[str, list[dict[str, float]]] = defaultdict(list)
+        self.steps: dict[str, Steps] = defaultdict(list)
         self._step: dict[str, float] = defaultdict(float)
         self._kind: str | None = None
         self._stack: list[str] = []
@@ -228,9 +229,8 @@ def measure(
         run_load(executor, batch, requests)
         seconds = perf_counter() - began
     has_idle = device is not None  # a GPU's is not known here
-    rows = [
-        row for kind in KINDS for row in table(batch, kind, clock.steps[kind], step_ms, has_idle)
-    ]
+    tables = [table(batch, kind, clock.steps[kind], step_ms, has_idle) for kind in KINDS]
+    rows = [row for part in tables for row in part]
     tokens_s = len(requests) * arguments.output / seconds
     rows.append(f"| {batch} | all | tokens/s, for what it is worth | {tokens_s:,.0f} | |")
     for generation, times in sorted(pauses.found.items()):
@@ -239,9 +239,7 @@ def measure(
     return rows
 
 
-def table(
-    batch: int, kind: str, steps: list[dict[str, float]], step_ms: float, has_idle: bool
-) -> list[str]:
+def table(batch: int, kind: str, steps: Steps, step_ms: float, has_idle: bool) -> list[str]:
     """Rows of Markdown for one kind of step."""
     if not steps:
         return []
