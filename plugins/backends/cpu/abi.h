@@ -27,7 +27,7 @@ namespace llmctl {
 class Pool;
 class Ranks;
 
-constexpr int32_t kAbiVersion = 12;  // binding.py holds the same number
+constexpr int32_t kAbiVersion = 13;  // binding.py holds the same number
 constexpr int kMaxTensors = 8;
 constexpr int kMaxAttributes = 10;
 constexpr int64_t kLinearChunkTokens = 504;  // tokens that a product widens at a time

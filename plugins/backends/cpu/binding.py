@@ -16,7 +16,7 @@ from llmctl.errors import BadConfig, NoDevice, OutOfMemory, RankFailure, Unsuppo
 
 LIBRARY_PATH = Path(__file__).with_name("libllmctl_cpu.so")
 MAX_THREADS = 1024  # each has a stack and 1 MiB of scratch
-ABI_VERSION = 12  # kAbiVersion in abi.h
+ABI_VERSION = 13  # kAbiVersion in abi.h
 MAX_TENSORS = 8
 MAX_ATTRIBUTES = 10
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "int8": 4, "int32": 5}
