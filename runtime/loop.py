@@ -163,7 +163,10 @@ class Loop:
 
     def settle(self, report: StepReport) -> None:
         """Publish the blocks of a finished step, and release the sequences that ended with it."""
+        began = perf_counter()
         self._scheduler.update(report.batch)
+        if report.batch.generation:
+            self.stats.host_s += perf_counter() - began
 
     def _in_rounds(self, act: Callable[[], Outcome]) -> Outcome:
         """Run part of a round; if it raises, no round is left in flight."""

@@ -9,16 +9,15 @@
 //
 // Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads for each),
 // SIZE (of a head, 128), TOKENS_PER_BLOCK (a power of two), WARPGROUPS (1 or 2), STAGES (tiles as operands), BYTE_SLOTS
-// (as the cache has them), TREE (whether requests may have trees: long_tail.cuh), WINDOW_TILES, SHARED_BYTES,
-// UNIT, MOST_UNIT, K_SCALE, V_SCALE, STATIC.
+// (as the cache has them), TREE (whether requests may have trees: long_tail.cuh), TAIL_TILES (of a context that take as
+// long as the keys from a tree's root's tile on), WINDOW_TILES, SHARED_BYTES, UNIT, MOST_UNIT, K_SCALE, V_SCALE,
+// STATIC.
 // Grid: splits, KV heads * blocks of rows, requests. Counters are zero before and after.
 
 #include "ops/paged_attention/long_merge.cuh"
 #if TREE
 #include "ops/paged_attention/long_tail.cuh"
 #endif
-
-constexpr int TAIL_TILES = 15;  // of a context take as long as the keys from a tree's root's tile on
 
 // Registers of a thread that brings and of one that computes: 256 are two times 128, 504 three times 168.
 #if WARPGROUPS == 1

@@ -70,7 +70,7 @@ STAGES = 2  # tiles of keys, and of values, as operands
 VARIANTS = (Variant(1, 2, 2, 1.5, 1.58), Variant(2, 1, 8, 1.21, 1.27))
 WINDOW_TILES = 3  # from a tree's root's on
 MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
-_TAIL_TILES = 15  # that take as long in long.cu as what follows a tree's root
+_TAIL_TILES = 15  # of a context that take as long in long.cu as what follows a tree's root
 # Microseconds that thread blocks which share contexts take longer: they meet, and merge.
 _SHARING_US = 15.0
 _ALONE = 0.8  # of a tile's time, where a multiprocessor has one thread block that could have two
@@ -238,6 +238,7 @@ def long_spec(call: OpCall, limits: StepLimits, variant: Variant, *, has_trees: 
         "STAGES": STAGES,
         "BYTE_SLOTS": variant.byte_slots,
         "TREE": has_trees,
+        "TAIL_TILES": _TAIL_TILES,
         "WINDOW_TILES": WINDOW_TILES,
         "SHARED_BYTES": shared_bytes,
     }
