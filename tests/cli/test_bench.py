@@ -175,7 +175,8 @@ def test_the_baseline_runs_the_same_requests_without_drafts(bench, drafted, tmp_
     ratios = np.divide(ends[1], ends[0])
     assert speedup["total_time_ratio"] == pytest.approx(np.mean(ratios))
     assert report["baseline"]["decoding_stats"] is None
-    assert "x as fast as without" in done.err and "20 of 20 outputs" in done.err
+    shown = " ".join(done.err.split())  # where a line ends depends on the figures in it
+    assert "x as fast as without" in shown and "20 of 20 outputs" in shown
 
 
 def test_drafts_can_come_from_the_text_itself(bench):
