@@ -192,6 +192,7 @@ def _row(
 
 def _table(rows: Sequence[Mapping[str, Any]], fastest: str | None) -> Table:
     table = Table(box=None, pad_edge=False)
+    table.add_column("")  # apart from the name: before a folded path it would stand on a line alone
     table.add_column("method", overflow="fold")
     for _, head in (*_COLUMNS, ("", "same text")):
         table.add_column(head, justify="right")
@@ -199,6 +200,6 @@ def _table(rows: Sequence[Mapping[str, Any]], fastest: str | None) -> Table:
         is_fastest = row["name"] == fastest
         cells = (number(row[key]) for key, _ in _COLUMNS)
         same = f"{row['num_same_outputs']} of {row['num_pairs']}"
-        name = f"{'> ' if is_fastest else ''}{row['name']}"
-        table.add_row(name, *cells, same, style="bold" if is_fastest else None)
+        mark = ">" if is_fastest else ""
+        table.add_row(mark, row["name"], *cells, same, style="bold" if is_fastest else None)
     return table

@@ -82,8 +82,8 @@ def _add_tile(state: State, logits: torch.Tensor, values: torch.Tensor) -> State
     largest = logits.amax(-1)
     raised = torch.where(largest > base + RAISE, largest, base)
     finite = torch.where(raised == -math.inf, 0.0, raised)
-    fade = torch.exp2(base - finite)
-    weights = torch.exp2(logits - finite[:, None] + WEIGHT_POWER)
+    fade = _exp2(base - finite)
+    weights = _exp2(logits - finite[:, None] + WEIGHT_POWER)
     # A tile has an operand's KEYS keys, zeros behind the last one, and one more dimension: ones.
     operand = torch.nn.functional.pad(weights, (0, KEYS - weights.shape[1])).to(_E4M3)
     size = values.shape[1]
@@ -95,8 +95,14 @@ def _add_tile(state: State, logits: torch.Tensor, values: torch.Tensor) -> State
     return raised, added[:, size], added[:, :size]
 
 
+def _exp2(x: torch.Tensor) -> torch.Tensor:
+    """2^x by float64: a number's float32 power would depend on its place in the tensor, whose end
+    a CPU computes otherwise than by vectors."""
+    return torch.exp2(x.double()).float()
+
+
 def _merge(left: State, right: State) -> State:
     base = torch.maximum(left[0], right[0])
     finite = torch.where(base == -math.inf, 0.0, base)
-    a, b = torch.exp2(left[0] - finite), torch.exp2(right[0] - finite)
+    a, b = _exp2(left[0] - finite), _exp2(right[0] - finite)
     return base, left[1] * a + right[1] * b, left[2] * a[:, None] + right[2] * b[:, None]
