@@ -51,7 +51,8 @@ def require_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if num_bytes > free:
         raise OutOfDisk(
-            f"{folder} needs {num_bytes / 1e9:.3g} GB, {existing} has {free / 1e9:.3g} GB free",
+            f"{num_bytes / 1e9:.3g} GB are to be written to {folder}; its file system has "
+            f"{free / 1e9:.3g} GB free",
             fix="free disk space or choose an output directory on another file system",
         )
 

@@ -120,6 +120,7 @@ __all__ = [
 ]
 
 TOKENIZER_FOLDER = "tokenizer"
+_FORMAT = {"format": "llmctl", "schema_version": str(SCHEMA_VERSION)}  # of an engine file's header
 
 
 def plan_entries(plan: Plan) -> list[Entry]:
@@ -204,10 +205,16 @@ def _read_header(folder: Path, rank: int) -> tuple[EngineConfig, Plan, dict[str,
     raw, header = read_container_header(path)
     record = config.files.get(path.name)
     found = {"bytes": path.stat().st_size, "header_sha256": sha256(raw).hexdigest()}
-    if record != found:
-        raise corrupt(path, f"{CONFIG_FILE} describes {record}, the file is {found}")
+    for key, value in found.items():
+        wanted = (record or {}).get(key)
+        if value != wanted:
+            raise corrupt(path, f"{CONFIG_FILE} says {key} {wanted}, the file has {value}")
     try:
-        plan = Plan.from_json(header["__metadata__"]["plan"])
+        metadata = header["__metadata__"]
+        for key, text in _FORMAT.items():
+            if metadata[key] != text:
+                raise ValueError(f"its {key} is {metadata[key]!r}, {text!r} is wanted")
+        plan = Plan.from_json(metadata["plan"])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise corrupt(path, f"it holds no readable plan: {error}") from error
     with _naming(path):
@@ -227,4 +234,4 @@ def _naming(path: Path) -> Iterator[None]:
 
 def metadata_of(plan: Plan) -> dict[str, str]:
     """What its engine file's header holds besides tensors."""
-    return {"format": "llmctl", "schema_version": str(SCHEMA_VERSION), "plan": plan.to_json()}
+    return {**_FORMAT, "plan": plan.to_json()}

@@ -158,8 +158,8 @@ def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
 
         reason = refusal(option, command)
         if reason is not None:
-            name = Unsupported.__name__
-            return _report(name, f"{option} is not available: {reason}", "", EXIT_USAGE, is_json)
+            name, fix = Unsupported.__name__, f"leave {option} out"
+            return _report(name, f"{option} is not available: {reason}", fix, EXIT_USAGE, is_json)
     describe: Callable[[], str] = getattr(error, "format_message", lambda: str(error))
     context = getattr(error, "ctx", None)
     path = getattr(context, "command_path", "llmctl")

@@ -54,14 +54,14 @@ _REASONS = {
 
 
 _ENGINE = "it is part of the engine; choose it with: llmctl build"
-_PARALLEL = "tensor, pipeline and expert parallelism are not available; an engine runs on one GPU"
+_PARALLEL = "pipeline and expert parallelism are not available; ranks divide every layer"
 
 _BENCH_REASONS = {
     "model": "it is a label before the command: llmctl bench --model NAME latency ...",
     "model-path": "the engine holds all it needs; give --engine-dir",
     "max-seq-len": _ENGINE,
     "beam-width": _BEAM,
-    "tp": _PARALLEL,
+    "tp": "the number of ranks is the engine's; choose it with: llmctl build --tp-size",
     "pp": _PARALLEL,
     "ep": _PARALLEL,
     "backend": _REASONS["backend"],

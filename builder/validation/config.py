@@ -120,12 +120,16 @@ def _wrong_files(raw: Mapping[str, Any]) -> str | None:
 
 
 def _wrong_ids(pretrained: Mapping[str, Any]) -> str | None:
-    """Special ids: one, several or null; -1 is how some models say null."""
+    """Special ids: one, several or null; -1 is how some models say null. An end id that no output
+    can hold would end nothing; the others may lie behind the vocabulary, as some models' do."""
     for name in _IDS:
         value = pretrained.get(name)
         for one in value if type(value) is list else [value]:
             if one is not None and (type(one) is not int or not -1 <= one <= MOST):
                 return _named(f"pretrained_config.{name}", value, "ids, an id or null")
+            if name == "eos_token_id" and one is not None and one >= pretrained["vocab_size"]:
+                wanted = f"ids of the vocabulary, 0 to {pretrained['vocab_size'] - 1},"
+                return _named(f"pretrained_config.{name}", value, wanted)
     return None
 
 

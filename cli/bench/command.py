@@ -53,7 +53,7 @@ def common(
     context: typer.Context,
     model: Annotated[
         str | None,
-        Option("--model", help="A label; one that the engine's origin is not, is remarked."),
+        Option("--model", help="A label for reports; warns where the engine is of another model."),
     ] = None,
 ) -> None:
     context.obj = model

@@ -22,7 +22,7 @@ from llmctl.cli.bench.session import BenchOptions, Measured, Session
 from llmctl.cli.bench.sweep import measure_point
 from llmctl.cli.bench.table import heading, make_console, number
 from llmctl.cli.output_files import replacing, require_writable
-from llmctl.errors import BadConfig
+from llmctl.errors import BadConfig, LlmctlError
 from llmctl.runtime.drafting.method import Compared
 from llmctl.runtime.drafting.methods import METHODS, choose_method, method_options
 from llmctl.runtime.drafting.plain.method import PlainDecoding
@@ -100,7 +100,7 @@ def compare(options: BenchOptions, text: str) -> int:
     entries = parse_entries(text, options.engines)
     require_writable(*options.files, source=options.load.dataset)
     for entry in entries:
-        _require_no_job(check_engines(entry.engines, reads_ahead=False).target)
+        _check(entry)
     measured: dict[str, Measured] = {}
     looks_ahead = any(entry.has_window for entry in entries)  # then the others leave windows out
     code = 0
@@ -120,6 +120,16 @@ def compare(options: BenchOptions, text: str) -> int:
             missing = [entry.name for entry in entries if entry.name not in measured]
             code = _publish(options, measured, missing)
     return code
+
+
+def _check(entry: Entry) -> None:
+    """Raises what is wrong with the engines of an entry, and names the entry."""
+    try:
+        _require_no_job(check_engines(entry.engines, reads_ahead=False).target)
+    except LlmctlError as error:
+        if entry.name != PLAIN:
+            error.args = (f"{OPTION} {entry.name}: {error}",)
+        raise
 
 
 def _require_no_job(target: EngineConfig) -> None:

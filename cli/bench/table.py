@@ -93,7 +93,7 @@ def heading(report: Mapping[str, Any]) -> str:
         f"({engine['backend']}{ranks}{draft}); "
         f"{info['num_finished']} of {info['num_requests']} requests finished, "
         f"{in_flight} in flight, {info['num_iterations']} "
-        f"iteration{'s' if info['num_iterations'] > 1 else ''}"
+        f"iteration{'' if info['num_iterations'] == 1 else 's'}"
     )
 
 

@@ -103,7 +103,7 @@ def test_what_was_measured_before_an_engine_failed_is_reported(
         (["--compare-drafting", ""], "entries NAME"),
         (["--compare-drafting", "ngram,ngram"], "has 'ngram' twice"),
         (["--compare-drafting", "draft"], "'draft' without an engine"),
-        (["--compare-drafting", "eagle"], "no EAGLE head"),
+        (["--compare-drafting", "eagle"], "--compare-drafting eagle: the engine has no EAGLE head"),
         (["--compare-drafting", "medusa="], "has 'medusa='"),
         (["--compare-drafting", "ngram", "--draft-len", 3], "as their engines were built"),
         (["--compare-drafting", "ngram", "--sweep-draft-len", "1..2"], "as their engines"),

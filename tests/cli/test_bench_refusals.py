@@ -97,7 +97,11 @@ def test_a_thousand_requests_show_progress_and_ctrl_c_leaves_a_partial_report(
 
 
 def test_options_of_trtllm_bench_that_do_not_apply_are_refused_with_a_reason(llmctl, engines):
-    for option, said in (("--tp", "parallelism"), ("--iteration_log", "--raw writes every step")):
+    for option, said in (
+        ("--tp", "llmctl build --tp-size"),
+        ("--pp", "parallelism"),
+        ("--iteration_log", "--raw writes every step"),
+    ):
         done = llmctl("bench", "latency", "--engine_dir", engines.target, option, "x")
         assert done.code == 2 and "error[Unsupported]" in done.err and said in done.err
 

@@ -25,6 +25,7 @@ from llmctl.errors import CorruptEngine, LlmctlError
         ("pretrained_config", "tie_word_embeddings", None, "tie_word_embeddings is None"),
         ("pretrained_config", "attention_windows", [0, 8], "attention_windows"),
         ("pretrained_config", "eos_token_id", -2, "eos_token_id"),
+        ("pretrained_config", "eos_token_id", [1, 10**6], "ids of the vocabulary, 0 to"),
         ("build_config", "max_seq_len", 10**9, "max_seq_len"),
         ("build_config", "max_seq_len", -1, "max_seq_len is -1"),
         ("build_config", "max_batch_size", -8, "max_batch_size is -8"),

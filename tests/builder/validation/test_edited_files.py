@@ -41,3 +41,8 @@ def test_a_tensor_that_the_plan_does_not_use_is_refused(edited: Edited) -> None:
         engine.data += bytes(64)
 
     refuse(edited(change), "'more', which its plan does not use")
+
+
+@pytest.mark.parametrize(("key", "value"), [("schema_version", "10"), ("format", "pt")])
+def test_a_header_of_another_format_is_refused(edited: Edited, key: str, value: str) -> None:
+    refuse(edited(lambda engine: engine.metadata.update({key: value})), f"its {key} is '{value}'")
