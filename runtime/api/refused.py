@@ -25,7 +25,7 @@ class Refusal(NamedTuple):
 
 _BEAM = "beam search is not available; every sequence runs with one beam"
 _LORA = "LoRA adapters are not available; merge the adapter into the checkpoint before quantizing"
-_TREE = "drafts come from a draft engine or from n-grams; give the executor that drafter"
+_DRAFTS = "an executor has one draft method: llmctl.open(engine, draft=...); a request has none"
 _LOGITS = "whole logits are not kept; return_log_probs gives those of the emitted tokens"
 _PROCESSOR = "logits are not handed out: they stay on the device that samples from them"
 _ENCODER = "encoder-decoder models are not available"
@@ -45,8 +45,8 @@ REQUEST = {
     "multimodal_embedding": Refusal(_TOKENS),
     "prompt_tuning_config": Refusal(_TOKENS),
     "embedding_bias": Refusal("a bias on logits is not available; bad_words bans tokens"),
-    "external_draft_tokens_config": Refusal(_TREE),
-    "eagle_config": Refusal(_TREE),
+    "external_draft_tokens_config": Refusal(_DRAFTS),
+    "eagle_config": Refusal(_DRAFTS),
     "lora_config": Refusal(_LORA),
     "logits_post_processor_name": Refusal(_PROCESSOR),
     "logits_post_processor": Refusal(_PROCESSOR),
@@ -107,8 +107,8 @@ EXECUTOR = {
     "parallel_config": Refusal(_RANKS),
     "peft_cache_config": Refusal(_LORA),
     "logits_post_processor_config": Refusal(_PROCESSOR),
-    "decoding_config": Refusal(_TREE),
-    "spec_dec_config": Refusal(_TREE),
+    "decoding_config": Refusal(_DRAFTS),
+    "spec_dec_config": Refusal(_DRAFTS),
     "guided_decoding_config": Refusal(_GUIDED),
     "gpu_weights_percent": Refusal("weights are on the device as a whole", (1,)),
     "extended_runtime_perf_knob_config": Refusal("kernels are chosen when an engine is built"),

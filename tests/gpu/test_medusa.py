@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.counted_rounds import CountedRounds
-from support.e2e import TREE_LEN, Outputs, llmctl, run_all
+from support.e2e import TREE_LEN, Outputs, cancel_some, llmctl, run_all
 from support.gpu import quantize
 from support.gpu_drafting import opened, plain_texts, run_chosen, run_in_every_company
 from support.medusa import fit_heads, save_heads
@@ -138,19 +138,6 @@ def test_cancelled_requests_leave_the_others_alone(
     draw = random.Random(1)
     with opened(engine, Medusa()).executor() as executor:
         for chosen in (range(len(requests)), device_requests) * 3:
-            ids = executor.enqueue_requests([requests[index] for index in chosen])
-            gone = draw.sample(ids, len(ids) // 3)
-            results, open_ids = {}, set(ids)
-            while open_ids:
-                for response in executor.await_responses():
-                    assert response.result is not None, response.error
-                    if response.result.is_final:
-                        results[response.request_id] = response.result.output_token_ids
-                        open_ids.discard(response.request_id)
-                for request_id in gone[: draw.randrange(3)]:
-                    gone.remove(request_id)
-                    executor.cancel_request(request_id)
-            for request_id, index in zip(ids, chosen, strict=True):
-                if results[request_id]:  # a cancelled one's is empty
-                    assert results[request_id] == plain[index][0]
+            own = [requests[index] for index in chosen]
+            cancel_some(executor, own, [plain[index] for index in chosen], draw)
     assert rounds.total > 20

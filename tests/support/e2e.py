@@ -135,22 +135,24 @@ class DemoPair:
 def cancel_some(
     executor: Executor, requests: list[Request], plain: Outputs, draw: random.Random
 ) -> None:
-    """Cancel eight of the requests while they run; the others write the tokens of `plain`."""
+    """Cancel a third of the requests while they run; the others write the tokens of `plain`."""
     ids = executor.enqueue_requests(requests)
-    gone = set(draw.sample(ids, 8))
-    results, open_ids = {}, set(ids)
+    waiting = draw.sample(ids, len(ids) // 3)
+    results, cancelled, open_ids = {}, set(), set(ids)
     while open_ids:
         for response in executor.await_responses():
-            assert response.result is not None
+            assert response.result is not None, response.error
             if response.result.is_final:
                 results[response.request_id] = response.result.output_token_ids
                 open_ids.discard(response.request_id)
-        for request_id in list(gone)[: draw.randrange(3)]:
-            gone.discard(request_id)
+        for _ in range(min(draw.randrange(1, 3), len(waiting))):
+            request_id = waiting.pop()
+            cancelled.add(request_id)
             executor.cancel_request(request_id)
     for request_id, wanted in zip(ids, plain, strict=True):
-        if results[request_id]:  # a cancelled one's is empty
-            assert results[request_id] == wanted[0]
+        found = results[request_id]
+        is_gone = request_id in cancelled and not found  # one that had ended by then is whole
+        assert is_gone or found == wanted[0]
 
 
 def float_target(repository: Path) -> Any:
