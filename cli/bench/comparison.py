@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,10 +207,14 @@ def _table(rows: Sequence[Mapping[str, Any]], fastest: str | None) -> Table:
     table.add_column("method", overflow="fold")
     for _, head in (*_COLUMNS, ("", "same text")):
         table.add_column(head, justify="right")
+    names = Counter(row["name"].partition("=")[0] for row in rows)
     for row in rows:
         is_fastest = row["name"] == fastest
+        method, _, folder = row["name"].partition("=")
+        if names[method] > 1:  # which of them: a whole path would be folded
+            method = f"{method}={Path(folder).name}"
         cells = (number(row[key]) for key, _ in _COLUMNS)
         same = f"{row['num_same_outputs']} of {row['num_pairs']}"
         mark = ">" if is_fastest else ""
-        table.add_row(mark, row["name"], *cells, same, style="bold" if is_fastest else None)
+        table.add_row(mark, method, *cells, same, style="bold" if is_fastest else None)
     return table

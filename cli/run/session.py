@@ -199,9 +199,9 @@ class Session:
             if isinstance(row.error, RankFailure):
                 continue
             if isinstance(row.error, LlmctlError):
+                fix = row.error.fix or "correct this prompt and its settings, or leave it out"
                 self._log("error", f"error[{row.error.name}]: Text {row.index}: {row.error}")
-                if row.error.fix:
-                    self._log("error", f"fix: {row.error.fix}")
+                self._log("error", f"fix: {fix}")
             elif row.error is None and row.request is not None:
                 room = max_seq_len - len(row.request.input_token_ids)
                 longest = max(len(item.token_ids) for item in row.sequences)

@@ -55,8 +55,10 @@ def test_every_method_runs_the_same_requests(bench, engines, eagle, tmp_path):
     assert rows["eagle"]["kv_kb_per_token"] > rows["plain"]["kv_kb_per_token"]
     speeds = {row["name"]: row["decode_tok_s"] for row in rows.values()}
     assert report["comparison"]["fastest"] == max(speeds, key=speeds.get)
+    table = [line[2:].split()[:1] for line in done.err.splitlines() if line[:2] in ("> ", "  ")]
+    assert table[-5:] == [["plain"], ["draft"], ["ngram"], ["eagle"], ["eagle-tree"]]
     marked = [line.split()[1] for line in done.err.splitlines() if line.startswith("> ")]
-    assert len(marked) == 1 and report["comparison"]["fastest"].startswith(marked[0])
+    assert marked == [report["comparison"]["fastest"].partition("=")[0]]
     assert "times plain" in done.err and "3 of 3" in done.err
 
 

@@ -72,6 +72,7 @@ def test_an_empty_prompt_and_a_foreign_token_id_are_refused_by_row(run, tmp_path
     assert done.code == 1
     for index in range(3):
         assert f"error[BadConfig]: Text {index}: " in done.err
+    assert done.err.count("fix: correct this prompt") == 3
     assert "Output [Text 3 Beam 0]" in done.out
 
 
