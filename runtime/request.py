@@ -190,15 +190,15 @@ class Sequence:
     blocks: BlockCounts = field(default_factory=BlockCounts)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
-    _prompt_ids: array[int] | None = field(default=None, init=False, repr=False)
+    # tokens[:num_prompt_tokens] as int32, which numpy reads in place; None until `pack_prompt`. No
+    # numpy array, since what only parses a request should not import numpy.
+    prompt_ids: array[int] | None = field(default=None, repr=False)
 
-    @property
-    def prompt_ids(self) -> array[int]:
-        """tokens[:num_prompt_tokens] as int32, which numpy reads in place, from the first time that
-        this is read. No numpy array, since what only parses a request should not import numpy."""
-        if self._prompt_ids is None:
-            self._prompt_ids = array("i", self.tokens[: self.num_prompt_tokens])
-        return self._prompt_ids
+    def pack_prompt(self) -> array[int]:
+        """`prompt_ids`, made now if nobody has asked for them yet."""
+        if self.prompt_ids is None:
+            self.prompt_ids = array("i", self.tokens[: self.num_prompt_tokens])
+        return self.prompt_ids
 
     @property
     def kv_len(self) -> int:

@@ -81,7 +81,7 @@ def pack(spans: Items[Span], tokens_per_block: int) -> StepInputs:
     for span in spans:
         sequence = span.sequence
         if span.end <= sequence.num_prompt_tokens:  # thousands of tokens, perhaps
-            prompt = np.frombuffer(sequence.prompt_ids, np.int32)
+            prompt = np.frombuffer(sequence.pack_prompt(), np.int32)
             parts += (np.array(ids, np.int32), prompt[span.start : span.end])
             ids = []
         else:

@@ -119,7 +119,7 @@ class Worker:
                 ready, tracked.held = ready[:1], ready[1:]
             for sequence in ready:
                 self.scheduler.add(sequence)
-                _ = sequence.prompt_ids  # made while the device has rounds, not when a step waits
+            tracked.pack_prompt()  # while the device has rounds, not when a step waits for it
         except Exception as error:  # any error here is that of this request
             self._fail(tracked, error)
 

@@ -62,6 +62,12 @@ class TrackedRequest:
         self.num_delivered = [0] * count
         self.num_unfinished = count
 
+    def pack_prompt(self) -> None:
+        """Make the array of the prompt's ids that steps read, one for all sequences."""
+        ids = self.sequences[0].pack_prompt()
+        for sequence in self.sequences:
+            sequence.prompt_ids = ids
+
     def respond(self, sequence: Sequence) -> Response:
         """The response with the new tokens of a sequence; final when it has finished, by its
         finish_reason.

@@ -110,6 +110,20 @@ def test_n_returns_sample_with_consecutive_seeds_and_compute_the_prompt_once(fak
     assert sum(target.num_tokens) == 17 + 3 + 4 * 9
 
 
+def test_n_returns_have_one_array_of_the_prompt_before_the_first_step(gated, make):
+    engine = gated()
+    executor = make(engine)
+    request_id = executor.enqueue_request(
+        Request(PROMPT, 3, sampling_config=SamplingConfig(num_return_sequences=3))
+    )
+    assert engine.running.wait(WAIT_S)
+    first, *others = executor._worker._active[request_id].sequences
+    assert first.prompt_ids is not None and tuple(first.prompt_ids) == PROMPT
+    assert [sequence.prompt_ids is first.prompt_ids for sequence in others] == [True, True]
+    engine.gate.set()
+    collect(executor, request_id)
+
+
 def test_n_returns_without_block_reuse_give_the_same(fake):
     sampling = SamplingConfig(temperature=2.0, top_k=0, num_return_sequences=3)
     request = Request(PROMPT, 10, sampling)
