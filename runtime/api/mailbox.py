@@ -53,8 +53,10 @@ class Mailbox:
             if deliver is not None:
                 self._deliver.update(dict.fromkeys(request_ids, (deliver, cancel)))
 
-    def post(self, responses: Items[Response]) -> None:
-        """Deliver responses; wakes each reader of any of them once."""
+    def post(self, responses: Items[Response]) -> bool:
+        """Deliver responses; wakes each reader of any of them once. True if there was a reader, or
+        a `deliver` to call: not if all are left for readers to come."""
+        is_told = False
         calls: list[Response] = []
         receivers: dict[int, _Receiver] = {}
         with self._lock:
@@ -75,7 +77,7 @@ class Mailbox:
                     self._open.discard(request_id)
                     del self._deliver[request_id]
             if self._waiters:
-                self._notify({None, *(response.request_id for response in responses)})
+                is_told = self._notify({None, *(response.request_id for response in responses)})
         for response in calls:  # not under the lock: the callables may open requests
             request_id = response.request_id
             deliver, cancel = receivers[request_id]
@@ -91,6 +93,7 @@ class Mailbox:
                 told = threading.ExceptHookArgs((type(error), error, error.__traceback__, thread))
                 with suppress(Exception):  # there is no one to report an error of the hook to
                     threading.excepthook(told)
+        return is_told or bool(calls)
 
     def close(self) -> None:
         """Nothing more will be posted; all readers stop waiting."""
@@ -158,9 +161,12 @@ class Mailbox:
             if not waiters.num_waiting:
                 del self._waiters[request_id]
 
-    def _notify(self, request_ids: set[int | None]) -> None:
-        for request_id in request_ids & self._waiters.keys():
+    def _notify(self, request_ids: set[int | None]) -> bool:
+        """Wake who waits for any of these; whether there was anybody."""
+        waited_for = request_ids & self._waiters.keys()
+        for request_id in waited_for:
             self._waiters[request_id].notify_all()
+        return bool(waited_for)
 
     def _take(self, request_id: int) -> list[Response]:
         responses = self._ready.pop(request_id, [])

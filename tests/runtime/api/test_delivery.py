@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
-from llmctl.runtime.api import freezing
+from llmctl.runtime.api import delivery, freezing
 from llmctl.runtime.api.async_executor import _LoopBridge
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
+from llmctl.runtime.api.mailbox import Mailbox
 from llmctl.runtime.request import FinishReason, Request, Response
 
 WAIT_S = 30.0
@@ -95,6 +96,31 @@ def test_a_first_token_is_delivered_before_the_blocks_of_its_prompt_are_publishe
     log = watched.answer(Request(PROMPT, 3, streaming=True))
     assert log[:4] == ["run", "response", "publish", "run"]
     assert log.count("response") == log.count("publish") == 3
+
+
+def test_the_thread_steps_aside_for_a_first_token_where_somebody_waits(watch, monkeypatch):
+    slept = []
+    monkeypatch.setattr(delivery, "sleep", slept.append)
+    watched = watch(is_asynchronous=True)
+    watched.answer(Request(PROMPT, 3, streaming=True))
+    assert slept == [delivery.HAND_OVER_S]
+    executor = watched.executor
+    request_id = executor.enqueue_request(Request(PROMPT, 3, streaming=True))
+    assert executor.settle(WAIT_S), "its responses are left for who comes later"
+    assert len(slept) == 1 and len(executor.await_responses(request_id, WAIT_S)) == 3
+
+
+def test_a_mailbox_tells_whether_a_reader_was_waiting():
+    mailbox = Mailbox()
+    mailbox.open([1, 2])
+    assert not mailbox.post([Response(1)]), "nobody waits"
+    reader = threading.Thread(target=mailbox.take, args=(2, WAIT_S))
+    reader.start()
+    while 2 not in mailbox._waiters:
+        assert reader.is_alive()
+    assert not mailbox.post([Response(1)]), "somebody waits for another request"
+    assert mailbox.post([Response(2)])
+    reader.join()
 
 
 def test_so_has_a_device_that_goes_over_to_rounds(watch):
