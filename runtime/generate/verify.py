@@ -36,11 +36,11 @@ class Verifier:
         """Whether the best id of each row is all that is going to be read of the target's logits.
         Where it is not, they are needed whole: a draw compares those of all ids, and so do
         penalties, bans, log-probabilities and acceptance by logits."""
-        return all(
-            self._sampler.is_plain(owner.item.sequence)
-            and not owner.item.sequence.request.output_config.return_log_probs
-            and owner.drafts.probs is None
-            for owner in _owners(batch, drafts)
+        sequences = [item.sequence for item in batch.slices]
+        return (
+            all(proposed.probs is None for proposed in drafts)
+            and not any(each.request.output_config.return_log_probs for each in sequences)
+            and all(map(self._sampler.is_plain, sequences))
         )
 
     def draw(
