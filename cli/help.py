@@ -25,6 +25,7 @@ _KINDS = {  # what the parser calls a value -> what is shown
     "path": "PATH",
     "str": "TEXT",
     "list[str]": "TEXT...",
+    "list[int]": "N...",
 }
 
 

@@ -59,6 +59,7 @@ def test_help_all_shows_every_option_and_help_says_how_many_more(llmctl, path):
     missing = len(_options(whole.out)) - len(_options(short.out))
     more = re.search(r"^(\d+) more options: llmctl [a-z -]+ --help-all$", short.out, re.M)
     assert (int(more[1]) if more else 0) == missing
+    assert "list[" not in llmctl(*path, "--help-all").out, "a type of Python's as a value's name"
 
 
 @pytest.mark.parametrize("path", PATHS, ids=NAMES)

@@ -1,4 +1,4 @@
-"""Checking an engine is a small part of opening it: at most 20 ms for 70B."""
+"""Checking an engine is a small part of opening it: some 20 ms for 70B on an idle core."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ LLAMA_70B = {
 QUANTIZATION = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
 
 
-def test_the_plan_of_a_70b_model_is_checked_within_20_ms(tmp_path: Path) -> None:
+def test_the_plan_of_a_70b_model_is_checked_in_a_few_times_what_reading_it_takes(
+    tmp_path: Path,
+) -> None:
+    """Read as JSON, between the checks: a core that others share is slower for all of them alike.
+    3.3 to 4.1 and 2.0 to 2.3 times were measured; docs/engine_format.md has milliseconds."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     document = {"producer": {"name": "modelopt"}, "quantization": QUANTIZATION}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(document))
@@ -38,19 +42,24 @@ def test_the_plan_of_a_70b_model_is_checked_within_20_ms(tmp_path: Path) -> None
     config, plan = engine.config, engine.plan
     assert len(plan.ops) > 500 and len(plan.tensors) > 2000
     limits = step_limits(plan, config.build_config)
-    # docs/engine_format.md has both on an idle core; a busy one takes up to twice that
-    assert _least_s(lambda: check_plan(config, plan)) < 0.020
-    assert _least_s(lambda: step_kernels(plan, limits, distinct_calls(plan))) < 0.012
+    text = plan.to_json()
+    reading_s, plan_s, kernels_s = _least_s(
+        lambda: json.loads(text),
+        lambda: check_plan(config, plan),
+        lambda: step_kernels(plan, limits, distinct_calls(plan)),
+    )
+    assert plan_s < 6 * reading_s and kernels_s < 4 * reading_s
 
 
-def _least_s(check: Callable[[], object]) -> float:
-    times = []
+def _least_s(*checks: Callable[[], object]) -> list[float]:
+    times: list[list[float]] = [[] for _ in checks]
     gc.disable()
     try:
         for _ in range(7):
-            began = process_time()
-            check()
-            times.append(process_time() - began)
+            for own, check in zip(times, checks, strict=True):
+                began = process_time()
+                check()
+                own.append(process_time() - began)
     finally:
         gc.enable()
-    return min(times)
+    return [min(own) for own in times]
