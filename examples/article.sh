@@ -5,7 +5,7 @@
 #
 #   examples/article.sh OUTPUT_DIR [TARGET_CHECKPOINT DRAFT_CHECKPOINT]
 #
-# The article's `mpirun -n 8` has no counterpart: engines run in one process, on one device.
+# The article's `mpirun -n 8` is left out: these engines have one rank (docs/tensor_parallel.md: several).
 # tests/e2e/test_article.py runs these lines with smaller sizes.
 set -eu
 out=${1:?"usage: examples/article.sh OUTPUT_DIR [TARGET_CHECKPOINT DRAFT_CHECKPOINT]"}
