@@ -10,6 +10,7 @@ import pytest
 from llmctl.errors import BadLogits
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
 from llmctl.runtime.request import FinishReason, Request, SamplingConfig
+from llmctl.runtime.rounds.spare_time import SpareTime
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 
 VOCAB = 23
@@ -225,6 +226,7 @@ def test_a_new_request_joins_after_the_round_in_flight(fake):
 
 def test_a_prompt_that_arrives_early_in_a_round_waits_for_that_round_alone(fake):
     harness = make_harness(fake, 0.8, np.random.default_rng(1))
+    harness.rounds._spare = SpareTime(lambda: 0.0)  # no round is late, however busy the host is
     harness.add(request())
     for _ in range(4):
         harness.step()
