@@ -7,6 +7,7 @@ Written when the sequences of a round change (`write_sequences`) and when their 
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Sequence as Items
 from dataclasses import fields
 
@@ -28,6 +29,7 @@ from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.request import Sequence
 
 _WORD = 0xFFFFFFFF
+_FORMATS = {torch.int32: "i", torch.float64: "d"}  # of `struct`
 
 
 class Drawing(enum.Enum):
@@ -65,20 +67,30 @@ class RoundUpload:
         """
         state, arrays = self._state, self._state.sampling
         params = [sequence.request.sampling_config for sequence in sequences]
-        self._write(state.root, [sequence.tokens[-1] for sequence in sequences])
-        self._write(state.previous, [sequence.tokens[-2] for sequence in sequences])
-        self._write(state.committed, [len(sequence.tokens) for sequence in sequences], fill=True)
-        self._write(state.max_len, [sequence.max_len for sequence in sequences])
-        self._write(arrays.greedy, [int(p.is_greedy) for p in params])
+        lens = [len(sequence.tokens) for sequence in sequences]
+        padding = [0] * (len(state.committed) - len(lens))
+        written: list[tuple[torch.Tensor, list[int] | list[float]]] = [
+            (state.root, [sequence.tokens[-1] for sequence in sequences]),
+            (state.previous, [sequence.tokens[-2] for sequence in sequences]),
+            (state.committed, lens + padding),
+            (state.max_len, [sequence.max_len for sequence in sequences]),
+            (arrays.greedy, [int(p.is_greedy) for p in params]),
+        ]
         if all(p.is_greedy for p in params):
+            self._write(written)
             return Drawing.GREEDY
         seeds = [sequence.seed for sequence in sequences]
-        self._write(arrays.temperature, [1.0 if p.is_greedy else p.temperature for p in params])
-        self._write(arrays.top_k, [min(p.top_k or 0, MAX_TOP_K) for p in params])
-        self._write(arrays.top_p, [1.0 if p.top_p is None else p.top_p for p in params])
-        self._write(arrays.min_p, [p.min_p for p in params])
-        self._write(arrays.seed_low, [_signed(seed & _WORD) for seed in seeds])
-        self._write(arrays.seed_high, [_signed(seed >> 32) for seed in seeds])
+        self._write(
+            [
+                *written,
+                (arrays.temperature, [1.0 if p.is_greedy else p.temperature for p in params]),
+                (arrays.top_k, [min(p.top_k or 0, MAX_TOP_K) for p in params]),
+                (arrays.top_p, [1.0 if p.top_p is None else p.top_p for p in params]),
+                (arrays.min_p, [p.min_p for p in params]),
+                (arrays.seed_low, [_signed(seed & _WORD) for seed in seeds]),
+                (arrays.seed_high, [_signed(seed >> 32) for seed in seeds]),
+            ]
+        )
         sizes = [engine.vocab_size for engine in self._engines]
         if any(is_wide(p, min(sizes)) for p in params):
             return Drawing.WIDE
@@ -99,15 +111,19 @@ class RoundUpload:
                 own[:rows, :most].copy_(table[:, :most])
             self._state.capacity[:rows].copy_(moved[rows * width :])
 
-    def _write(
-        self, array: torch.Tensor, values: Items[int | float], *, fill: bool = False
-    ) -> None:
-        """The first len(values) entries; with `fill`, zeros after them."""
-        count = len(array) if fill else len(values)
-        host = torch.zeros(count, dtype=array.dtype)
-        host[: len(values)] = torch.tensor(values, dtype=array.dtype)
+    def _write(self, written: list[tuple[torch.Tensor, list[int] | list[float]]]) -> None:
+        """The first entries of each array, in one transfer: the device waits for it where a round
+        follows a prompt."""
+        written = sorted(written, key=lambda each: -each[0].element_size())  # so that all align
+        raw = bytearray()
+        for array, values in written:
+            raw += struct.pack(f"{len(values)}{_FORMATS[array.dtype]}", *values)
         with device_errors("writing request state"), self._queue.scope():
-            array[:count].copy_(self._queue.to_device(host))
+            moved, start = self._queue.to_device(torch.frombuffer(raw, dtype=torch.uint8)), 0
+            for array, values in written:
+                end = start + len(values) * array.element_size()
+                array[: len(values)].copy_(moved[start:end].view(array.dtype))
+                start = end
 
 
 def state_bytes(max_batch_size: int, max_draft_len: int) -> int:
