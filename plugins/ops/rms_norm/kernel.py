@@ -1,9 +1,10 @@
 """RMS normalization on a GPU: which binaries there are, and how a step launches them.
 
-A thread block has a row. Between products of 33 to 256 rows that is `rows.cu`. Blocks of 512
-threads find room by four on a multiprocessor that has nothing else to do, and then wait for memory
-together; so where there are as many multiprocessors as rows, they ask for shared memory that they
-do not need, to be one on each.
+A thread block has a row. Between products of 33 rows and more that is `rows.cu`: it has fewer
+instructions than Triton's kernel, which counts where a long prompt's power lowers the clock. Blocks
+of 512 threads find room by four on a multiprocessor that has nothing else to do, and then wait for
+memory together; so where there are as many multiprocessors as rows, they ask for shared memory that
+they do not need, to be one on each.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.quantize.kernel import plan_rows, scaling_of
 
 OWN_ROLES = frozenset({"weight", "scale"})
-FEWEST, MOST = 33, 256  # rows of a step that rows.cu normalizes
+FEWEST = 33  # rows of a step that rows.cu normalizes
 _PART, _MOST_PARTS = 256, 32  # elements of a warp; of a row
 _SHARED_BYTES = 4 * _MOST_PARTS  # sums of squares
 _ALONE_BYTES = HOPPER.max_shared_bytes // 2 + 1024  # two blocks have no room
@@ -32,7 +33,7 @@ _TYPES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """One binary per width, dtype and set of roles, and those for steps of many rows."""
-    most, found = min(call.inputs["x"].shape[0], MOST), [_spec(call)]
+    most, found = call.inputs["x"].shape[0], [_spec(call)]
     if _covers(call) and most >= FEWEST:
         alone = {rows <= limits.num_sms for rows in (FEWEST, most)}
         found += [_rows_spec(call, is_alone) for is_alone in sorted(alone)]
@@ -58,7 +59,7 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
         some_scale if some_scale is not None else weight,
         float(call.attributes["epsilon"]),
     )
-    if env.use_pdl and FEWEST <= rows <= MOST and _covers(call):
+    if env.use_pdl and rows >= FEWEST and _covers(call):
         stored = call.outputs.get("residual_out", 0)
         own = (*arguments[:5], stored, arguments[-1])
         return [Launch(_rows_spec(call, rows <= env.limits.num_sms), (rows, 1, 1), own)]

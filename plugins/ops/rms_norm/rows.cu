@@ -1,4 +1,4 @@
-// The residual addition, norm and quantization of triton_kernel.py for steps of 33 to 256 rows, with the same bits
+// The residual addition, norm and quantization of triton_kernel.py for steps of 33 rows and more, with the same bits
 // (norm_math.cuh). A thread block has a row and a thread eight adjacent elements of it.
 //
 // Macros: MODEL_TYPE, HIDDEN (a multiple of 256, at most 8192).

@@ -14,7 +14,7 @@ from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.core.example_parts import empty
 from llmctl.plugins.core.examples import Example, make_example
-from llmctl.plugins.ops.rms_norm.kernel import FEWEST, MOST, kernels, launches
+from llmctl.plugins.ops.rms_norm.kernel import FEWEST, kernels, launches
 from llmctl.plugins.ops.rms_norm.reference import add_and_normalize
 
 RESERVED, HELD = 1 << 10, 228 << 10  # shared memory of a thread block, of a multiprocessor
@@ -36,11 +36,11 @@ def specs_of(example: Example, rows: int):
 
 def test_each_row_has_a_multiprocessor_where_there_are_as_many():
     example = example_of(300, 512)
-    specs = {rows: specs_of(example, rows) for rows in (1, 32, 33, 132, 133, 256, 257, 300)}
+    specs = {rows: specs_of(example, rows) for rows in (1, 32, 33, 132, 133, 300)}
     assert {rows: spec.is_triton for rows, spec in specs.items()} == {
-        1: True, 32: True, 33: False, 132: False, 133: False, 256: False, 257: True, 300: True,
+        1: True, 32: True, 33: False, 132: False, 133: False, 300: False,
     }  # fmt: skip
-    assert specs[33] == specs[132] != specs[133] == specs[256]
+    assert specs[33] == specs[132] != specs[133] == specs[300]
     assert 2 * (specs[33].shared_bytes + RESERVED) > HELD
     assert specs[33].shared_bytes <= HOPPER.max_shared_bytes
     assert specs[133].shared_bytes < RESERVED + 1
@@ -82,7 +82,7 @@ def test_rows_are_what_the_reference_computes(hidden, dtype):
 
 
 def test_every_row_may_be_stored_where_the_residual_is():
-    first, second = example_of(MOST, 512), example_of(MOST, 512)
+    first, second = example_of(300, 512), example_of(300, 512)
     env = replace(launch_env(first), use_pdl=True)
     emulated_warps.run(launches(first.call, env, step_shape(first.step)))
     call = second.call
