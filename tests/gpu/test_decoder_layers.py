@@ -87,9 +87,12 @@ def test_counters_are_back_at_zero(model):
 @pytest.mark.parametrize("shape", ["narrow", "groups of 8 rows"])
 def test_two_tokens_and_one_of_them_padding(shape):
     model = Model(SMALL[shape], tokens=2)
-    assert [chain.tokens for chain in model.chains] == [2]
+    assert [(chain.tokens, chain.is_whole) for chain in model.chains] == [(2, True), (2, False)]
     for context in CONTEXTS[1:]:
         assert model.has_same_bits(context, 2), context
+        both = model.step(context, 2, rows=2)
+        many, one = (model.run(*both, one_launch=way) for way in (False, True))
+        assert all(map(torch.equal, many, one)), f"logits of both tokens, {context}"
         assert model.has_same_bits(context, 1, padding=1), context
         assert model.has_same_bits(context, 1), context
 

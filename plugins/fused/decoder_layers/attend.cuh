@@ -158,7 +158,7 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
 // With 4-bit weights `meanwhile` runs while queries, keys and values come.
 template <class Meanwhile>
 DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const Shared& shared,
-                   Arrivals& arrivals, int* heads, int& heads_expected, bool is_first_layer,
+                   Arrivals& arrivals, int* heads, int& heads_expected, int nth_layer,
                    const Meanwhile& meanwhile) {
   const float scale =
       layer->k_scale ? __fmul_rn(s.softmax_scale, __ldg(layer->k_scale)) : s.softmax_scale;
@@ -176,12 +176,12 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
   for (int task = first_task(); task < HEADS * MAX_UNITS; task += TEAMS * NUM_BLOCKS) {
     if (task < tasks) {
       if (!MXFP4 || task != first_task()) work = Work(s, layer->cache, slots, task);
-      take_unit(s, x, arrivals, work, scale);
+      take_unit(s, x, arrivals, work, scale, shared, IS_FETCHED && task == first_task(), nth_layer % 2);
       __syncwarp();
       if (lane_id() == 0) Arrivals::add(heads + 32 * work.head);
       StatePlace(x.now + x.other, work.head, work.unit).clear();
       if (task + TEAMS * NUM_BLOCKS < tasks) team_meet();  // the next work item's tiles are written there
-    } else if (is_first_layer) {  // an earlier request may have had more work items
+    } else if (nth_layer == 0) {  // an earlier request may have had more work items
       StatePlace(x.now + x.other, task % HEADS, task / HEADS).clear();
     }
   }

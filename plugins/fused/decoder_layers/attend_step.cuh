@@ -5,7 +5,7 @@
 // Its macros are used until the end of attend.cuh.
 #pragma once
 
-#include "fused/decoder_layers/exchange.cuh"
+#include "fused/decoder_layers/landing.cuh"
 
 #define HEADS NUM_KV_HEADS
 #define GROUP (NUM_HEADS / NUM_KV_HEADS)
@@ -26,7 +26,8 @@ constexpr int OWN_STEPS = STEPS / TEAM;        // a warp's share, in blocks of 1
 constexpr int SLOT_BYTES = 2 * TILE_BYTES;     // keys and values
 typedef StateOf<OWN_STEPS> OwnState;
 static_assert(BLOCKS == TEAM && STEPS % TEAM == 0, "a warp has 16 keys, and a part of the dimensions");
-static_assert(TEAMS * SLOTS * SLOT_BYTES <= ROOM, "tiles of each team");
+constexpr int TILES_BYTES = TEAMS * SLOTS * SLOT_BYTES;
+static_assert(TILES_BYTES + (IS_FETCHED ? TEAMS * TEAM_LANDING : 0) <= ROOM, "tiles of each team, and what is fetched");
 static_assert(SLOTS == 1 || SLOTS == 2, "a tile, and the next");
 // A work item's second tile has a slot of its own, or waits in registers for the first one's slot if there
 // are enough registers (otherwise it is prefetched to L2). Then its page numbers are read once per step, not
@@ -66,6 +67,19 @@ struct Pages {
   }
 };
 
+// The step's tokens, and the work items of a head.
+struct Extent {
+  int start, num_tokens, limit, tiles, units;
+  DEVICE Extent(const int* cu_q, const int* kv_lens) {
+    start = load_int(cu_q);
+    num_tokens = load_int(cu_q + 1) - start;
+    limit = load_int(kv_lens);
+    tiles = (limit + KEYS - 1) / KEYS;
+    if (num_tokens <= 0 || num_tokens > TOKENS || limit < num_tokens) tiles = num_tokens = 0;
+    units = tiles > 0 ? min(count_units(tiles), MAX_UNITS) : 0;
+  }
+};
+
 // What is the same in all layers.
 struct Step {
   const int* block_tables;
@@ -78,12 +92,9 @@ struct Step {
   DEVICE Step(const int* cu_q, const int* kv_lens, const int* tables, const int* positions,
               float scale, int stride)
       : block_tables(tables), softmax_scale(scale), table_stride(stride) {
-    const int start = load_int(cu_q);
-    num_tokens = load_int(cu_q + 1) - start;
-    limit = load_int(kv_lens);
-    tiles = (limit + KEYS - 1) / KEYS;
-    if (num_tokens <= 0 || num_tokens > TOKENS || limit < num_tokens) tiles = num_tokens = 0;
-    units = tiles > 0 ? min(count_units(tiles), MAX_UNITS) : 0;
+    const Extent extent(cu_q, kv_lens);
+    const int start = extent.start;
+    num_tokens = extent.num_tokens, limit = extent.limit, tiles = extent.tiles, units = extent.units;
     num_rows = num_tokens * GROUP;
     all_see = limit - 1;
 #pragma unroll

@@ -119,25 +119,33 @@ struct Fresh {
     return token < s.num_tokens && is_mine && tile >= from && tile < to;
   }
   const u8 *queries, *cached;  // the lane's, of the first step and token
+  const u8 *copied_queries, *copied;  // the same, fetched
 
-  DEVICE Fresh(const Step& s, const Exchange& x, const Work& work) : first_key(s.limit - s.num_tokens) {
+  DEVICE Fresh(const Step& s, const Exchange& x, const Work& work, u32 landing) : first_key(s.limit - s.num_tokens) {
     const int row = anew(lane_id() / 4), head = work.head;
     const int at = ((row / GROUP * HEADS + head) * GROUP + row % GROUP) * SIZE + query_dimension(0, 0);
     queries = x.now + Q_AT + at * 2, cached = x.now + KV_AT + head * LINE + lane_id() * 16;
     made(queries), made(cached);  // while other values arrive
+    copied_queries = queries, copied = cached;
+    if (IS_FETCHED && landing) {
+      copied_queries = generic(landing) + (row * SIZE + query_dimension(0, 0)) * 2;
+      copied = generic(landing) + QUERY_ROWS_BYTES + lane_id() * 16;
+    }
   }
   DEVICE void take(const Step& s, const Work& work, Queries& to) {
     const bool is_real = lane_id() / 4 < s.num_rows;
+    const u8 *queries_at = copied_queries, *cached_at = copied;
+    int apart = copied == cached ? HEADS * LINE : LINE;  // keys and values of a token
     uint2 pairs[STEPS];
     u32 missing;
     do {
       missing = 0;
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
-        const u8* from = queries + 16 * i * 2;
+        const u8* from = queries_at + 16 * i * 2;
         pairs[i] = {~0u, ~0u};
         if (IS_BYTE) {
-          pairs[i] = look8(from, is_real, pairs[i]);
+          pairs[i] = look8<IS_FETCHED>(from, is_real, pairs[i]);
         } else if (is_real) {
           pairs[i] = {look4(from), look4(from + 8 * 2)};
         }
@@ -148,7 +156,7 @@ struct Fresh {
         for (int kv = 0; kv < 2; ++kv) {
           chunks[t][kv] = {~0u, ~0u, ~0u, ~0u};
           if (has(s, t, work.tile, work.end)) {
-            chunks[t][kv] = look16(cached + (t * 2 + kv) * (HEADS * LINE));
+            chunks[t][kv] = look16(cached_at + (t * 2 + kv) * (IS_FETCHED ? apart : HEADS * LINE));
           }
         }
       }
@@ -156,6 +164,8 @@ struct Fresh {
       for (int i = 0; i < STEPS; ++i) missing |= gaps<2>(pairs[i].x) | gaps<2>(pairs[i].y);
 #pragma unroll
       for (int i = 0; i < TOKENS * 2; ++i) missing |= gaps<KV_BYTES>(chunks[i / 2][i % 2]);
+      apart = anew(HEADS * LINE);
+      made(queries_at = queries), made(cached_at = cached);  // opaque: the first turn shall not have code of its own
     } while (missing);
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -193,17 +203,23 @@ DEVICE void load_logits(Logits& all, u32 keys) {
   }
 }
 
+// is_fetched: queries, keys and values of the step's own tokens were copied, when the barrier has passed `parity`.
 DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals, Work& work,
-                      float scale) {
+                      float scale, const Shared& shared, bool is_fetched, u32 parity) {
   const bool has_second = work.tile + 1 < work.end;
   Kept kept;
   if (KEEPS && has_second) kept.load(work);
   OwnState state;
   state.clear();
   Queries queries;
-  Fresh fresh(s, x, work);
-  if (warp_of_team() == 0) arrivals.wait_in_warp();
-  team_meet();
+  const int team = threadIdx.x / (32 * TEAM);
+  Fresh fresh(s, x, work, is_fetched ? shared.tokens + TILES_BYTES + team * TEAM_LANDING : 0);
+  if (IS_FETCHED && is_fetched) {
+    barrier_wait(shared.came_queries + 8 * team, parity);
+  } else {
+    if (warp_of_team() == 0) arrivals.wait_in_warp();
+    team_meet();
+  }
   fresh.take(s, work, queries);
 #pragma unroll 1
   for (int tile = work.tile; tile < work.end; ++tile) {

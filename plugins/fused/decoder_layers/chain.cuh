@@ -84,6 +84,7 @@ struct Share {
 struct Shared {
   u32 base, table, ring, tokens, squares, layers;
   u32 full, empty;  // barriers: full has one for each chunk of a slot
+  u32 room, came, came_queries;  // of fetch.cuh; the last has one for each team
   DEVICE explicit Shared(u32 base_) : base(base_) {
     table = (base + 255) & ~255u;
     ring = (base + (MXFP4 ? 255 + MXFP4_TABLE_BYTES : 0) + 1023) & ~1023u;
@@ -92,6 +93,7 @@ struct Shared {
     layers = squares + 2 * 128;
     full = layers + 2 * sizeof(Layer);
     empty = full + 8 * CHUNKS * STAGES;
+    room = empty + 8 * STAGES, came = room + 8, came_queries = came + 8;
   }
   // The sums of a product's ring units, stored after its tokens.
   template <class S>

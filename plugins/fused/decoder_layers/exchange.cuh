@@ -74,29 +74,40 @@ constexpr u32 NO_SUM = 0x80000000u;
 DEVICE u32 present(float x) { return __float_as_uint(x) ? __float_as_uint(x) : NO_SUM; }
 DEVICE void put_pair(u8* to, float a, float b) { put((uint2*)to, {present(a), present(b)}); }
 
+// With 4-bit weights and one token what is looked at may be a copy in shared memory (landing.cuh).
+#if MXFP4 && TOKENS == 1
+#define EXCHANGED
+#else
+#define EXCHANGED ".global"
+#endif
 // What is stored there now, still inverted.
 DEVICE uint4 look16(const u8* at) {
   uint4 x;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.relaxed.gpu" EXCHANGED ".v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                : "l"(at)
                : "memory");
   return x;
 }
 // `otherwise` where no block writes a value.
+template <bool IS_COPIED = false>
 DEVICE uint2 look8(const u8* at, bool is_there, uint2 otherwise) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "setp.ne.u32 p, %3, 0;\n"
-      "@p ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];\n}"
-      : "+r"(otherwise.x), "+r"(otherwise.y)
-      : "l"(at), "r"(u32(is_there))
-      : "memory");
+#define LOOK(space)                                                  \
+  asm volatile(                                                      \
+      "{\n.reg .pred p;\n"                                           \
+      "setp.ne.u32 p, %3, 0;\n"                                      \
+      "@p ld.relaxed.gpu" space ".v2.u32 {%0, %1}, [%2];\n}"         \
+      : "+r"(otherwise.x), "+r"(otherwise.y)                         \
+      : "l"(at), "r"(u32(is_there))                                  \
+      : "memory")
+  if (IS_COPIED) LOOK("");
+  else LOOK(".global");
+#undef LOOK
   return otherwise;
 }
 DEVICE u32 look4(const u8* at) {
   u32 x;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+  asm volatile("ld.relaxed.gpu" EXCHANGED ".u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
   return x;
 }
 
@@ -148,11 +159,12 @@ struct Arrivals {
   }
 };
 
-// Reads COUNT pieces of 16 bytes for this thread, `stride` apart, those for which `has` is true. `meanwhile`
-// runs while they are in flight.
+// Reads COUNT pieces of 16 bytes for this thread, `stride` apart, those for which `has` is true: from `first`, a copy,
+// and if any is absent there, from where they are exchanged. `meanwhile` runs while they are in flight.
 template <int BYTES, int COUNT, class Has, class Meanwhile>
-DEVICE void take_pieces(uint4 (&to)[COUNT], const u8* from, int stride, const Has& has,
+DEVICE void take_pieces(uint4 (&to)[COUNT], const u8* first, const u8* exchanged, int stride, const Has& has,
                         const Meanwhile& meanwhile) {
+  const u8* from = first;
   u32 missing;
   do {
     missing = 0;
@@ -163,6 +175,7 @@ DEVICE void take_pieces(uint4 (&to)[COUNT], const u8* from, int stride, const Ha
     meanwhile();
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) missing |= has(i) ? gaps<BYTES>(to[i]) : 0;
+    made(from = exchanged);  // opaque: the first turn shall not have code of its own
   } while (missing);
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) to[i] = upright(to[i]);

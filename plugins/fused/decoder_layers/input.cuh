@@ -5,7 +5,7 @@
 // intervals are computed side by side, each in its own columns.
 #pragma once
 
-#include "fused/decoder_layers/exchange.cuh"
+#include "fused/decoder_layers/landing.cuh"
 
 // The address of the 16 bytes that contain byte `at` of a token of product S.
 template <class S>
@@ -35,9 +35,10 @@ DEVICE void set_if_coded(uint4 (&x)[COUNT]) {
   for (int i = 0; MXFP4 && i < COUNT; ++i) x[i] = {0, 0, 0, 0};
 }
 
-// FP8 tokens of a product. IS_EXCHANGED: they are computed by other blocks of this launch.
-template <class S, bool IS_EXCHANGED>
-DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u8* x, int tokens) {
+// FP8 tokens of a product. IS_EXCHANGED: they are computed by other blocks of this launch. IS_COPIED: they are fetched,
+// and `parity` is that of the barrier which tells that they came.
+template <class S, bool IS_EXCHANGED, bool IS_COPIED = false>
+DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u8* x, int tokens, u32 parity = 0) {
   constexpr int PIECES = S::K / 16, ROUNDS = (TOKENS * PIECES + COMPUTE - 1) / COMPUTE;
   const auto which = [&](int i) { return i * COMPUTE + int(threadIdx.x); };
   const auto has = [&](int i) { return which(i) < tokens * PIECES; };
@@ -50,10 +51,18 @@ DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u
 #pragma unroll
   for (int i = 0; ARE_PLACES_KEPT && i < ROUNDS; ++i) made(to[i] = place(i));
   const u8* from = x + threadIdx.x * 16;
-  made(from);
+  if (!IS_COPIED) made(from);
   if (IS_EXCHANGED) {
-    arrivals.wait(EARLY);
-    take_pieces<1>(held, from, COMPUTE * 16, has, [] {});
+    const u8* first = from;
+    if constexpr (IS_COPIED) {
+      first = generic(landing<S>(shared)) + threadIdx.x * 16;
+      made(first);
+      barrier_wait(shared.came, parity);
+    } else {
+      arrivals.wait(EARLY);
+    }
+    take_pieces<1>(held, first, from, COMPUTE * 16, has, [] {});
+    if (IS_COPIED && !LANDS_APART<S>) meet();
   } else {
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -108,10 +117,11 @@ struct Norm : NormUnits {
     }
   }
 
-  // The sums are stored to `residual`, and to `also` if it is not null.
-  template <class S, int EARLY_BY, class Meanwhile>
-  DEVICE void bring(const Shared& shared, const Arrivals& arrivals, const u8* delta, Residual& residual,
-                    uint4* also, float epsilon, int tokens, const Meanwhile& meanwhile) {
+  // The sums are stored to `residual`, and to rows of `also` if it is not null: `out_row` of a token, -1 for none.
+  // `parity`: as in `bring_tokens`.
+  template <class S, int EARLY_BY, class OutRow, class Meanwhile>
+  DEVICE void bring(const Shared& shared, const Arrivals& arrivals, const u8* delta, u32 parity, Residual& residual,
+                    uint4* also, const OutRow& out_row, float epsilon, int tokens, const Meanwhile& meanwhile) {
     const auto place = [&](int t, int i) {
       const int at = anew(unit(i));
       return token_place<S>(shared.tokens, t, at * 8) + at % 2 * 8;
@@ -120,8 +130,16 @@ struct Norm : NormUnits {
 #pragma unroll
     for (int i = 0; ARE_PLACES_KEPT && i < NORM_UNITS; ++i) made(to[i] = place(0, i));
     const u8* from = delta + unit(0) * 16;
-    made(from);
-    arrivals.wait(EARLY_BY);
+    if (!IS_FETCHED) made(from);
+    const u8* first = from;
+    if constexpr (IS_FETCHED) {
+      static_assert(LANDS_APART<S>, "written a token after the other");
+      first = generic(landing<S>(shared)) + unit(0) * 16;
+      made(first);
+      barrier_wait(shared.came, parity);
+    } else {
+      arrivals.wait(EARLY_BY);
+    }
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
       if (t >= tokens) break;
@@ -129,7 +147,8 @@ struct Norm : NormUnits {
       set_if_coded(added);
       uint4(&h)[NORM_UNITS] = residual.units[t];
       Divisor divisor;
-      take_pieces<2>(added, from + t * (HIDDEN * 2), WARPS * 32 * 16, has,
+      const int its = t * (HIDDEN * 2);
+      take_pieces<2>(added, first + its, from + its, WARPS * 32 * 16, has,
                      [&] { divisor = Divisor(scale), meanwhile(); });
       float sums[NORM_UNITS];
 #pragma unroll
@@ -174,9 +193,10 @@ struct Norm : NormUnits {
     if (!also) return;
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
+      const int to = out_row(t);
 #pragma unroll
       for (int i = 0; i < NORM_UNITS; ++i) {
-        if (t < tokens && has(i)) also[t * (HIDDEN / 8) + unit(i)] = residual.units[t][i];
+        if (t < tokens && to >= 0 && has(i)) also[to * (HIDDEN / 8) + unit(i)] = residual.units[t][i];
       }
     }
   }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,7 +68,7 @@ class Chain:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the model's last layer is in it: then every token of a step gets logits."""
+        """Whether the model's last layer is in it: then one token of a step gets logits."""
         return bool(self.layers[-1].gathers)
 
 
@@ -85,17 +86,17 @@ class Room:
     def num_bytes(self) -> int:
         """Alignment, table, ring and its barriers, work, sums of squares, two layers' addresses."""
         ring = self.stages * (self.unit + 40)
-        return 1024 + self.table + ring + self.work + 256 + 2 * _LAYER_BYTES
+        return 1024 + self.table + ring + self.work + 256 + 2 * _LAYER_BYTES + 32
 
 
 def find_chains(
     calls: Sequence[OpCall], limits: StepLimits, stored: Mapping[int, Tactic] | None = None
 ) -> list[Chain]:
     """The chains that are faster than separate launches in some steps, for each number of tokens,
-    ascending; for one token, first the chain that includes the last layer. stored: tactics by
+    ascending, first the chain that includes the last layer. stored: tactics by
     tokens as stored in an engine (None: the measured ones)."""
     layers, found = find_layers(calls, limits), []
-    for tokens, whole in ((1, True), *((tokens, False) for tokens in TOKENS)):
+    for tokens, whole in product(TOKENS, (True, False)):
         tactic = None if stored is None else stored.get(tokens, NOWHERE)
         chain = find_chain(layers, limits, most_tokens=tokens, tactic=tactic, whole=whole)
         found += [] if chain is None else [chain]
@@ -116,9 +117,7 @@ def _open_chain(calls: Sequence[OpCall], limits: StepLimits, fused: FusedCalls) 
         room = _room(layers[0], limits, tokens) if layers else None
         if room is not None:
             chain = Chain(fused.start, fused.stop, tuple(layers), tokens, room, tactic)
-            # The last layer's rows are those of a step's only token.
-            is_known = tokens in TOKENS and (tokens == 1 or not chain.is_whole)
-            if is_known and chain_spec(chain, limits).name == fused.kernel:
+            if tokens in TOKENS and chain_spec(chain, limits).name == fused.kernel:
                 return chain
     raise CorruptEngine(
         f"operators {fused.start} to {fused.stop} of the plan are not layers that "
@@ -137,8 +136,8 @@ def find_chain(
 ) -> Chain | None:
     """A run of layers in steps of up to `most_tokens` tokens; None where layers.cu does not cover
     two of them, or where one launch is nowhere faster. `tactic`: as an engine has stored it (None:
-    as it was measured). `whole`: with a last layer of which rows are gathered, for steps whose
-    only token gets logits; None where there is none."""
+    as it was measured). `whole`: with a last layer of which rows are gathered, for steps of which
+    one token gets logits; None where there is none."""
     found = [layer for layer in layers if whole or not layer.gathers]
     if len(found) < 2 or (whole and not found[-1].gathers):
         return None
@@ -163,7 +162,8 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
         source="fused/decoder_layers/layers.cu",
         arguments=(
             *("*i64", "i32", "i32", "*fp8e4nv", pointer(layer.dtype), pointer(layer.dtype)),
-            *(pointer(layer.dtype), "*fp32", *["*i32"] * 5, "*u8", "*i32", "fp32", "fp32", "i32"),
+            *(pointer(layer.dtype), "*i32", "i32", "*fp32", *["*i32"] * 5, "*u8", "*i32"),
+            *("fp32", "fp32", "i32"),
         ),
         constants={
             **form_macros(layer.weights),
@@ -226,6 +226,8 @@ def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
             first.mlp_norm.inputs["residual"],
             last.down.outputs["out"],
             last.mlp_norm.outputs["residual_out"],
+            step.logit_rows,
+            int(chain.is_whole),
             first.rotary,
             step.position_ids,
             step.slot_mapping,
@@ -264,14 +266,18 @@ def _room(layer: Layer, limits: StepLimits, tokens: int) -> Room | None:
     work = max(share.token_bytes(tokens) + share.sum_bytes(tokens) for share in shares)
     itemsize: int = getattr(torch, limits.kv_dtype).itemsize
     tiles = _TEAMS * 2 * KEYS * layer.head_size * itemsize
-    smallest = -(-max(work, tiles) // 1024) * 1024
-    form = layer.weights
+    form, queries = layer.weights, 0
+    if form.is_coded and tokens == 1:  # landing.cuh
+        queries = _TEAMS * layer.head_size * 2 * (layer.group + itemsize)
+        landing = max(shares[0].token_bytes(1), shares[2].token_bytes(1)) + 2 * layer.hidden
+        work = max(work, landing)
+    smallest = -(-max(work, tiles + queries) // 1024) * 1024
     unit = form.interval * form.block_bytes  # 16 rows at four intervals of 512 of K, or 8 at eight
     table = form.table_bytes
     stages = _stages(Room(unit, table, smallest, 0, 1))
     if stages < MIN_STAGES:
         return None
-    wider = max(smallest, 2 * tiles)
+    wider = -(-max(smallest, 2 * tiles + queries) // 1024) * 1024
     slots = 2 if _stages(Room(unit, table, wider, 0, 2)) == stages else 1
     return Room(unit, table, smallest if slots == 1 else wider, stages, slots)
 

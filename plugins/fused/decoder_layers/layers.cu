@@ -1,8 +1,9 @@
 // All decoder layers for one or two tokens in one kernel: the time of a step is that of reading the weights.
 //
-// One thread block per multiprocessor. Four warps (two for 4-bit weights; a third prefetches) copy this
-// block's share of all weights, product after product, through a ring of STAGES units (copy.cuh); they never
-// wait for another block, so the next weights arrive while results are exchanged and while attention runs.
+// One thread block per multiprocessor. Four warps (two for 4-bit weights) copy this block's share of all weights,
+// product after product, through a ring of STAGES units (copy.cuh); they never wait for another block, so the next
+// weights arrive while results are exchanged and while attention runs. With 4-bit weights the third prefetches and
+// the fourth may fetch other blocks' results (fetch.cuh).
 // Eight warps compute: each product reads its tokens as other blocks finish them (exchange.cuh) and
 // multiplies what the ring holds (product.cuh); attend.cuh has the attention between products. Four more warps
 // may hold some units of gate and up if the ring is too small for what could be loaded meanwhile (hold.cuh).
@@ -23,6 +24,7 @@
 
 #include "fused/decoder_layers/attend.cuh"
 #include "fused/decoder_layers/copy.cuh"
+#include "fused/decoder_layers/fetch.cuh"
 #include "fused/decoder_layers/hold.cuh"
 #include "fused/decoder_layers/prefetch.cuh"
 
@@ -97,9 +99,10 @@ DEVICE void take_registers() {
 
 extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
     layers(const long long* table, int num_layers, int tokens, const u8* x, const uint4* residual,
-           Value* down_out, uint4* residual_out, const float* rotary, const int* positions,
-           const int* slots, const int* cu_q, const int* kv_lens, const int* block_tables, u8* exchanged,
-           int* counters, float epsilon, float softmax_scale, int table_stride) {
+           Value* down_out, uint4* residual_out, const int* rows, int is_gathered, const float* rotary,
+           const int* positions, const int* slots, const int* cu_q, const int* kv_lens,
+           const int* block_tables, u8* exchanged, int* counters, float epsilon, float softmax_scale,
+           int table_stride) {
   extern __shared__ u8 memory[];
   const Shared shared(shared_address(memory));
   const Layer* all = (const Layer*)table;
@@ -109,6 +112,8 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
       for (int c = 0; c < CHUNKS; ++c) barrier_init(shared.full + 8 * (CHUNKS * i + c), 1);
       barrier_init(shared.empty + 8 * i, 4);
     }
+    barrier_init(shared.room, WARPS), barrier_init(shared.came, 1);
+    for (int i = 0; i < attention::TEAMS; ++i) barrier_init(shared.came_queries + 8 * i, 1);
     barrier_init_fence();
   }
   __syncthreads();
@@ -125,19 +130,23 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
     const int chunk = (threadIdx.x - COMPUTE) / 32;
     if (IS_PREFETCHED_BY_A_WARP && chunk == CHUNKS) prefetch_layers(all, num_layers);
     else if (lane_id() == 0 && chunk < CHUNKS) copy_all(shared, all, num_layers, chunk);
+    else if (IS_FETCHED && lane_id() == 0) fetch_all(shared, exchanged, counters, num_layers, cu_q, kv_lens);
     return;
   }
   take_registers<COMPUTE_REGISTERS, true>();
   wait_for_dependencies();
   const attention::Step step(cu_q, kv_lens, block_tables, positions, softmax_scale, table_stride);
-  const int first_half = __ldcg(counters + 1);
   Exchange exchange;
-  exchange.start(exchanged, first_half);
+  exchange.start(exchanged, __ldcg(counters + 1));
   Residual kept(residual, tokens);
   Arrivals arrivals = {counters + 32, 0};
   int heads_expected = 0;
   u32 taken = 0;
   keep_field(shared, 0, load_field(all));
+  // Padding has no results. With `is_gathered` only the token of the only row of logits has a row of what comes out.
+  if (TOKENS > 1) tokens = min(tokens, attention::load_int(cu_q + 1) - attention::load_int(cu_q));
+  const int only = TOKENS > 1 && is_gathered ? attention::load_int(rows) : -1;
+  const auto out_row = [&](int token) { return only < 0 ? token : token == only ? 0 : -1; };
   meet();
 #pragma unroll 1
   for (int l = 0; l < num_layers; ++l) {
@@ -159,8 +168,8 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
         } else {
           Norm norm(layer->qkv_norm, w.x_scale);
           const u8* delta = exchange.now + exchange.other + DOWN_AT;  // of the previous layer
-          norm.bring<QkvSize, EARLY_QKV>(shared, arrivals, delta, kept, nullptr, epsilon, tokens,
-                                         meanwhile);
+          norm.bring<QkvSize, EARLY_QKV>(shared, arrivals, delta, (l + 1) % 2, kept, nullptr, out_row,
+                                         epsilon, tokens, meanwhile);
         }
       };
       const auto finish = [&](const Item<QkvSize>& item, const RopeEnd::Rows& rows,
@@ -183,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
     meet();  // keys and values are written where tokens and sums were
     if (HELD > 0) holders_arrive<QKV_IS_DONE>();
     Expanded first_of_o = {};
-    attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l == 0,
+    attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l,
                       [&] { expand_first<OSize>(shared, taken, first_of_o); });
     {
       const Weights& w = layer->o;
@@ -216,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
       const auto bring = [&](bool, const SwigluEnd::Token&) {
         Norm norm(layer->mlp_norm, w.x_scale);
         uint4* also = is_last && blockIdx.x == 0 ? residual_out : nullptr;
-        norm.bring<GateUpSize, EARLY>(shared, arrivals, exchange.now + O_AT, kept, also, epsilon,
-                                      tokens, [] {});
+        norm.bring<GateUpSize, EARLY>(shared, arrivals, exchange.now + O_AT, l % 2, kept, also, out_row,
+                                      epsilon, tokens, [] {});
       };
       const auto finish = [&](const Item<GateUpSize>& item, const SwigluEnd::Rows& rows,
                               const SwigluEnd::Token& t, const float (&sum)[2]) {
@@ -236,7 +245,9 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
       const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};
       const auto bring = [&](bool has_part, const PlainEnd::Token&) {
         const u8* from = exchange.now + ACTIVATED_AT;
-        if (has_part) bring_tokens<DownSize, true>(shared, arrivals, from, tokens);
+        if (has_part || IS_FETCHED) {
+          bring_tokens<DownSize, true, IS_FETCHED>(shared, arrivals, from, tokens, (l + 1) % 2);
+        }
       };
       const auto finish = [&](const Item<DownSize>& item, const PlainEnd::Rows& rows,
                               const PlainEnd::Token& t,
@@ -244,9 +255,9 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
 #pragma unroll
         for (int r = 0; r < Item<DownSize>::ROWS; ++r) {
           const Value y = finish_plain(e, rows, t, item.half(r), sum[r]);
-          const int place = hidden_place(item, r);
-          if (is_last) down_out[place] = y;
-          else give(exchange, DOWN_AT + place * 2, y);
+          const int place = hidden_place(item, r), to = out_row(item.token);
+          if (!is_last) give(exchange, DOWN_AT + place * 2, y);
+          else if (to >= 0) down_out[place + (to - item.token) * HIDDEN] = y;
         }
       };
       const auto clear_places = [&](const Item<DownSize>& item) {
@@ -267,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
                  : "l"(counters)
                  : "memory");
     if (before == NUM_BLOCKS - 1) {
-      counters[0] = 0, counters[1] = (first_half + num_layers) & 1;
+      counters[0] = 0, counters[1] = (__ldcg(counters + 1) + num_layers) & 1;
       for (int i = 1; i < 2 + NUM_KV_HEADS; ++i) counters[32 * i] = 0;
     }
   }

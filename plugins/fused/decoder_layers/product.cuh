@@ -104,6 +104,7 @@ template <class S, class End, bool IS_AHEAD = false, class Bring, class Give, cl
 DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& taken,
                     const typename End::Epilogue& e, Expanded& first, const Bring& bring,
                     const Give& give_sums, const Clear& clear_places) {
+  constexpr bool IS_QKV = S::TURN == QkvSize::TURN && S::GROUPS == QkvSize::GROUPS;  // by which queries come
   const Share<S> share;
   const Item<S> item(share, tokens);
   typename End::Rows rows;
@@ -123,6 +124,11 @@ DEVICE void product(const Shared& shared, Arrivals& arrivals, int tokens, u32& t
     give_sums(item, rows, token, sum);
   }
   if (share.count) arrivals.arrive<(S::MOST * TOKENS <= 4)>();  // four results per warp
+  // Nothing of the product is needed in shared memory any more: what is fetched next may land there.
+  if (IS_FETCHED && !IS_QKV) {
+    __syncwarp();
+    if (lane_id() == 0) barrier_arrive(shared.room);
+  }
   if (item.is_mine) clear_places(item);
   arrivals.expected += S::SHARERS;
 }

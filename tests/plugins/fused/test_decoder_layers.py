@@ -113,6 +113,7 @@ def test_weights_are_brought_as_was_measured(monkeypatch):
         (1, (2, 4, 7, 0, 1)),
         (1, (2, 4, 7, 0, 1)),
         (2, EVERYWHERE.pace),
+        (2, EVERYWHERE.pace),
     ]
     for chain in chains:
         constants = chain_spec(chain, limits).constants

@@ -185,10 +185,12 @@ def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(mon
     faster = {"4096": {"launches": 2.0, "one_launch": 1.0}}
     slower = {"4096": {"launches": 1.0, "one_launch": 2.0}}
     one, two = ONE, replace(ONE, num_tokens=2, max_query_len=2)
+    both = replace(two, num_rows=2)
     for of_one, of_two, wanted in (
-        (faster, faster, {1: -1, 2: -3}),  # one token: with the last layer, without it
-        (faster, slower, {1: -1}),
-        (slower, faster, {2: -1}),
+        # with the last layer, without it, for one token and for two
+        (faster, faster, {"one": -1, "two": -3, "both": -4}),
+        (faster, slower, {"one": -1}),
+        (slower, faster, {"two": -1, "both": -2}),
     ):
         table = {"h2048.i8192.a32.8x64": of_one, "h2048.i8192.a32.8x64.n2": of_two}
         measured(monkeypatch, table, {})
@@ -208,8 +210,8 @@ def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(mon
         program = CudaProgram(calls, specs, limits, "meta", driver=driver, fused=fused)
         program.bind_kv_cache(meta_cache(plan, limits))
         found = {
-            tokens: part
-            for tokens, shape in ((1, one), (2, two))
+            name: part
+            for name, shape in (("one", one), ("two", two), ("both", both))
             for part in program.parts(shape)
             if part < 0
         }
@@ -225,7 +227,7 @@ def test_a_record_of_calls_that_are_no_layers_is_refused(monkeypatch):
     calls = [call for call, _ in meta_calls(plan)]
     whole, part = fused_calls(plan, limits)
     assert [c.start for c in open_chains(calls, limits, (whole, part))] == [whole.start, part.start]
-    other = whole.kernel.replace(".n1.", ".n2.")
+    other = whole.kernel.replace(".n1.", ".n3.")
     for start, stop, kernel in (
         (whole.start + 1, whole.stop, whole.kernel),
         (whole.start, whole.stop - 1, whole.kernel),
