@@ -181,8 +181,9 @@ DEVICE void fade_sums(Sums& sums, const Shared& shared, int stream) {
   }
 }
 
-// Values are loaded before weights are made, where threads have registers for both.
-constexpr bool VALUES_FIRST = STREAMS == 2;
+// Values are loaded before weights are made, and the next tile's keys before all weights are, where threads have registers
+// for them.
+constexpr bool LOADS_FIRST = STREAMS == 2;
 
 // Attends to the warpgroup's tiles, which `copier` has begun to copy. From full_tiles on a row sees keys up to last_key
 // only.
@@ -195,14 +196,13 @@ DEVICE void attend_share(const Stream& its, const Share& share, TileCopier& copi
   if (at.tile >= share.end) return;
   const u32 logits = shared.logits(nth);
   float s[SUMS];
-  const auto multiply_keys = [&](int slot) {
-    u32 keys[STEPS][4];
-    load_keys(keys, shared.keys(nth, slot));
-    start_logits(s, keys, shared.queries());
-  };
   wait_for_copies<SLOTS - 1>();
   meet(nth);
-  multiply_keys(0);
+  {
+    u32 keys[STEPS][4];
+    load_keys(keys, shared.keys(nth, 0));
+    start_logits(s, keys, shared.queries());
+  }
   product_wait<0>();
   keep_order(s);
   bool is_first = true;  // tile of its work item
@@ -210,27 +210,31 @@ DEVICE void attend_share(const Stream& its, const Share& share, TileCopier& copi
 #pragma unroll 1
   for (int slot = 0;;) {
     store_logits(logits, s);
-    if (VALUES_FIRST) wait_for_copies<SLOTS - 2>();
+    if (LOADS_FIRST) wait_for_copies<SLOTS - 2>();
     meet(nth);
     copier.copy_next(shared);
     u32 values[2][BLOCKS][4];
-    if (VALUES_FIRST) load_values(values, shared.values(nth, slot));
+    if (LOADS_FIRST) load_values(values, shared.values(nth, slot));
     if (its.has_rows()) {
       const int last = at.tile < full_tiles ? KEYS : last_key - at.tile * KEYS;
       const float fade = row.soften(logits, its.row(), last, scale);
       store_float(shared.fade(nth, its.row()), fade);
     }
     shared_fence();  // weights are written by threads, read by tensor cores
-    if (!VALUES_FIRST) wait_for_copies<SLOTS - 1>();
+    const int next = slot + 1 == SLOTS ? 0 : slot + 1;
+    u32 keys[STEPS][4];  // of no tile behind the last one
+    if (LOADS_FIRST) load_keys(keys, shared.keys(nth, next));
+    if (!LOADS_FIRST) wait_for_copies<SLOTS - 1>();
     meet(nth);
     const int unit = at.unit;
     {
-      if (!VALUES_FIRST) load_values(values, shared.values(nth, slot));
+      if (!LOADS_FIRST) load_values(values, shared.values(nth, slot));
       if (!is_first) fade_sums(sums, shared, nth);
       start_values(sums, values, logits, !is_first);
       at.next();
-      if (++slot == SLOTS) slot = 0;
-      multiply_keys(slot);  // of no tile behind the last one
+      slot = next;
+      if (!LOADS_FIRST) load_keys(keys, shared.keys(nth, slot));
+      start_logits(s, keys, shared.queries());
       product_wait<0>();
       keep_order(s), keep_order(sums[0]), keep_order(sums[1]);
     }

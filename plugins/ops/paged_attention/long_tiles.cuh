@@ -65,14 +65,11 @@ DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Copies a thread's pieces of a tile's keys and values to a slot: its own 16 bytes of each 2 KB. Tiles from `own_tiles` on
-// have keys of this step, which the kernel before may still be writing.
-DEVICE void fetch(const Loader& loader, const Tiles& shared, int tile, int own_tiles, int slot) {
+// Copies a thread's pieces of a tile's keys and values to `to`: its own 16 bytes of each 2 KB. Tiles from `own_tiles` on have
+// keys of this step, which the kernel before may still be writing.
+DEVICE void fetch(const Loader& loader, int tile, int own_tiles, u32 to) {
   if (tile >= own_tiles) wait_for_dependencies();
-#pragma unroll
-  for (int is_value = 0; is_value < 2; ++is_value) {
-    loader.fetch(tile, is_value, shared.bytes(slot) + is_value * HALF_TILE + threadIdx.x * 16);
-  }
+  loader.fetch(tile, to, to + HALF_TILE);
 }
 DEVICE void take(uint4 (&x)[LOADS], u32 from) {
 #pragma unroll
@@ -84,45 +81,56 @@ DEVICE void take(uint4 (&x)[LOADS], u32 from) {
   }
 }
 
+// Directs a loader to a tile's pages.
+DEVICE void aim(Loader& loader, Pages& pages, int tile) {
+  pages.reach(tile);
+  const u32 entry = Pages::entry_of(tile);  // the remainder of a number without a sign is one instruction
+#pragma unroll
+  for (int i = 0; i < NUMBERS; ++i) {
+    loader.pages[i] = __shfl_sync(~0u, pages.own, (entry + Loader::nth_page(i)) % 32);
+  }
+}
+
 // Brings a share's tiles; those of earlier steps may come before the kernel before has ended.
 DEVICE void bring_tiles(const Tiles& shared, Loader& loader, Pages& pages, const Share& share,
                         int limit, int own_tiles) {
+  u32 own_bytes = threadIdx.x * 16;  // the thread's place in a slot
+  asm volatile("" : "+r"(own_bytes));  // kept: its number takes longer to read again
   pages.start(share.begin);
 #pragma unroll 1  // instructions that run once take longer to arrive than to run
   for (int i = 0; i < BYTE_SLOTS; ++i) {
     if (share.begin + i < share.end) {
-      pages.aim(loader, share.begin + i);
-      fetch(loader, shared, share.begin + i, own_tiles, i);
+      aim(loader, pages, share.begin + i);
+      fetch(loader, share.begin + i, own_tiles, shared.bytes(i) + own_bytes);
     }
     commit_copies();
   }
   const u32 place = own_place();
-  Ring<STAGES> keys, values;
+  Ring<STAGES> operands;  // of keys, and of values
   int slot = 0;
 #pragma unroll 1
   for (int tile = share.begin; tile < share.end; ++tile) {
-    const u32 own = shared.bytes(slot) + threadIdx.x * 16;
+    const u32 own = shared.bytes(BYTE_SLOTS == STAGES ? operands.slot : slot) + own_bytes;
     uint4 x[LOADS];
     wait_for_copies<BYTE_SLOTS - 1>();
     take(x, own);
-    barrier_wait(shared.empty_keys(keys.slot), keys.parity ^ 1);
-    stage(shared.keys(keys.slot), x, place);
+    barrier_wait(shared.empty_keys(operands.slot), operands.parity ^ 1);
+    stage(shared.keys(operands.slot), x, place);
     shared_fence();
-    tell(shared.full_keys(keys.slot));
-    keys.advance();
+    tell(shared.full_keys(operands.slot));
     take(x, own + HALF_TILE);
     clear_from(x, limit - tile * KEYS);
-    barrier_wait(shared.empty_values(values.slot), values.parity ^ 1);
-    stage(shared.values(values.slot), x, place);
+    barrier_wait(shared.empty_values(operands.slot), operands.parity ^ 1);
+    stage(shared.values(operands.slot), x, place);
     shared_fence();
-    tell(shared.full_values(values.slot));
-    values.advance();
+    tell(shared.full_values(operands.slot));
+    operands.advance();
     const int next = tile + BYTE_SLOTS;
     if (next < share.end) {
-      pages.aim(loader, next);
-      fetch(loader, shared, next, own_tiles, slot);
+      aim(loader, pages, next);
+      fetch(loader, next, own_tiles, own);
     }
     commit_copies();
-    if (++slot == BYTE_SLOTS) slot = 0;
+    if (BYTE_SLOTS != STAGES && ++slot == BYTE_SLOTS) slot = 0;
   }
 }

@@ -93,9 +93,31 @@ DEVICE void start_logits_in_turn(float (&s)[32], u32 queries, u32 keys) {
   product_commit();
 }
 
-// Whether there is code for each of the two slots. Chains of few rows, two thread blocks of them on a multiprocessor, are as
-// fast without, and 2 % faster where there is one request.
-constexpr bool DOUBLES = WARPGROUPS > 1 || TREE;
+// Totals of which two of a row's four lanes know each: of a thread's first row lanes 0 and 1, of the second lanes 2 and 3.
+// A tile's sums are exchanged by two shuffles then, not four, where shared memory is busy, through which they go. One
+// warpgroup is 3 % slower so where there is one request.
+struct OwnTotals {
+  static constexpr bool ARE_USED = WARPGROUPS > 1;
+  bool is_second;
+
+  DEVICE OwnTotals() {
+    u32 lane = threadIdx.x & 2;
+    asm volatile("" : "+r"(lane));  // kept
+    is_second = lane != 0;
+  }
+  // The same numbers, added in the same order, as by `Softening::add_weights`; the own total is the first.
+  DEVICE void add_weights(const Softening& its, State& state) const {
+    const float given = is_second ? its.sum[0] : its.sum[1], kept = is_second ? its.sum[1] : its.sum[0];
+    const float two = __fadd_rn(kept, __shfl_xor_sync(~0u, given, 2));
+    const float four = __fadd_rn(two, __shfl_xor_sync(~0u, two, 1));
+    state.total[0] = __fmaf_rn(state.total[0], is_second ? its.fade[1] : its.fade[0], four);
+  }
+  // Tells the four lanes both totals.
+  DEVICE void share(float (&total)[2]) const {
+    const float own = total[0], other = __shfl_xor_sync(~0u, own, 2);
+    total[0] = is_second ? other : own, total[1] = is_second ? own : other;
+  }
+};
 
 // Attends to a share's tiles. From full_tiles on rows see keys up to last_key only. Work item `held` is not finished: it
 // is left in `unit`. Whether there was one.
@@ -111,6 +133,7 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
   float s[State::LOGITS];
   u32 weights[State::WORDS];
   Softening softening;
+  const OwnTotals totals;
   const auto find_base = [&] {
     if (at.tile < full_tiles) {
       softening.find_base<false>(unit, s, {}, scale);
@@ -123,7 +146,11 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
   };
   const auto weigh = [&] {
     softening.weigh(s, weights, scale);
-    softening.add_weights(unit);
+    if (OwnTotals::ARE_USED) {
+      totals.add_weights(softening, unit);
+    } else {
+      softening.add_weights(unit);
+    }
   };
   bool is_first = true;  // tile of its work item
   u32 parity = 0;        // of the keys' slots
@@ -170,7 +197,7 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
   while (true) {
     // Tiles of the same work item of which all rows see all keys. Work items of several tiles begin with even ones, and so does
     // a share that has any.
-    if (DOUBLES && !odd && at.unit == its) {
+    if (!odd && at.unit == its) {
       const int plain_end = min(min(at.unit_end, share.end), full_tiles);
       const auto attend_plain = [&](bool its_slot) {
         odd = its_slot;
@@ -197,12 +224,13 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
     odd = __any_sync(~0u, !odd);
     multiply(odd);
     is_first = at.unit != its;
-    const auto weighed = unit.weighed();  // of the work item whose values are being added
+    auto weighed = unit.weighed();  // of the work item whose values are being added
     if (is_first) unit.clear_states();
     if (!is_idle) find_base();
     product_wait<0>();
     release_values(!odd);
     if (is_first) {
+      if (OwnTotals::ARE_USED) totals.share(weighed.total);
       finish_unit(part, its, all, unit, weighed);
       its = at.unit;
     }
@@ -216,6 +244,7 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
   multiply_values(odd, parity);
   product_wait<0>();
   release_values(odd);
+  if (OwnTotals::ARE_USED) totals.share(unit.total);
   if (its == held) return true;
   finish_unit(part, its, all, unit, unit.weighed());
   return false;
