@@ -38,7 +38,7 @@ def test_a_sweep_measures_every_length_beside_the_model_and_recommends_the_faste
     rates = "[0.9, 0.8, 0.1, 0.1]"
     report, done = bench("latency", "--draft-engine", engines.draft, "--sweep-draft-len", "1..4",
                          "--synthetic-acceptance", rates, "--target-output-len", 120,
-                         "--num-requests", 3, "--iterations", 2)  # fmt: skip
+                         "--num-requests", 3)  # fmt: skip
     sweep = report["sweep"]
     rows = {row["draft_len"]: row for row in sweep["rows"]}
     assert list(rows) == [0, 1, 2, 3, 4]

@@ -71,7 +71,7 @@ def test_a_thousand_requests_show_progress_and_ctrl_c_leaves_a_partial_report(
 ):
     path = tmp_path / "raw.jsonl"
     argv = ["bench", "throughput", "--engine-dir", engines.target, "--num-requests", 1000,
-            "--target-input-len", 16, "--target-output-len", 64, "--raw", path]  # fmt: skip
+            "--target-input-len", 16, "--target-output-len", 24, "--raw", path]  # fmt: skip
     process = subprocess.Popen(
         [*program, *map(str, argv)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
