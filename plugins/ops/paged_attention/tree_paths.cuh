@@ -179,7 +179,9 @@ struct TreePaths {
   // The lane's page of the window; `table` is the request's.
   DEVICE int load_page(const int* table, int stride) const {
     const int entry = first / TOKENS_PER_BLOCK + lane_id();
-    return lane_id() < WINDOW_PAGES && entry < stride ? load_int(table + entry) : 0;
+    const bool is_used = lane_id() < WINDOW_PAGES && entry < stride;
+    const int page = load_int(table + (is_used ? entry : 0));
+    return is_used ? page : 0;
   }
   // Copies keys from the root's tile on, and the nth part of their values to where the first would be, by THREADS_OF_IT
   // threads together, of which each lane has its page.
@@ -214,7 +216,8 @@ struct TreePaths {
       const int token = first_token + t;
       const bool is_real = token < numbers.end - numbers.start &&
                            u32(numbers.start + token) < u32(num_tokens);
-      its.positions[t] = is_real ? load_int(positions + numbers.start + token) : -1;
+      const int position = load_int(positions + (is_real ? numbers.start + token : 0));
+      its.positions[t] = is_real ? position : -1;
     }
     return its;
   }
@@ -222,24 +225,42 @@ struct TreePaths {
   // the table.
   DEVICE void find_rows(u8 (*table)[WINDOW_KEYS], const ColumnTokens& its, const StepTrees& trees,
                         int first_token, int nth) const {
-    const int tree = numbers.tree, count = numbers.limit - root;
+    const int tree = numbers.tree, count = numbers.limit - root, lane = lane_id();
+    constexpr int FOURS = (WINDOW_KEYS / 4 + 31) / 32, SOME = BLOCK_TOKENS < 2 ? BLOCK_TOKENS : 2;
 #pragma unroll
-    for (int t = 0; t < BLOCK_TOKENS; ++t) {
-      const int token = first_token + t, position = its.positions[t];
-      const bool is_real = position >= 0;
-      const int* path = trees.paths + (long long)(tree + token) * trees.stride;
-      for (int four = lane_id(); four < WINDOW_KEYS / 4; four += 32) {
-        u32 rows = 0;
+    for (int first_of = 0; first_of < BLOCK_TOKENS; first_of += SOME) {
+      int nodes[SOME][FOURS][4];  // all are asked for before one is waited for, and none waits for positions
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = first + 4 * four + i, depth = key - root;
-          int node = depth;
-          if (tree >= 0 && is_real && u32(depth) < u32(trees.stride)) node = load_int(path + depth);
-          int row = depth < 0 ? key - first : root - first + node;
-          const bool is_seen = key <= position && u32(depth < 0 ? 0 : node) < u32(count);
-          rows |= u32(is_seen && u32(row) < WINDOW_KEYS ? row : NO_ROW) << (8 * i);
+      for (int t = 0; t < SOME; ++t) {
+        const int token = first_token + first_of + t;
+        const bool has_path = tree >= 0 && token < numbers.end - numbers.start;
+#pragma unroll
+        for (int n = 0; n < FOURS; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int depth = first - root + 4 * (lane + 32 * n) + i;
+            const bool is_node = has_path && u32(depth) < u32(trees.stride);
+            const int its = load_int(trees.paths + (is_node ? (long long)(tree + token) * trees.stride + depth : 0));
+            nodes[t][n][i] = is_node ? its : depth;
+          }
         }
-        ((u32*)table[nth + t])[four] = rows;
+      }
+#pragma unroll
+      for (int t = 0; t < SOME; ++t) {
+        const int position = its.positions[first_of + t];
+#pragma unroll
+        for (int n = 0; n < FOURS; ++n) {
+          const int four = lane + 32 * n;
+          u32 rows = 0;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int key = first + 4 * four + i, depth = key - root, node = nodes[t][n][i];
+            const int row = depth < 0 ? key - first : root - first + node;
+            const bool is_seen = key <= position && u32(depth < 0 ? 0 : node) < u32(count);
+            rows |= u32(is_seen && u32(row) < WINDOW_KEYS ? row : NO_ROW) << (8 * i);
+          }
+          if (four < WINDOW_KEYS / 4) ((u32*)table[nth + first_of + t])[four] = rows;
+        }
       }
     }
   }
