@@ -47,10 +47,6 @@ class _HostStep(NamedTuple):
     logits: Logits
     draft_s: float
     verify_began: float
-    num_tokens: int
-    busy_until: (
-        float  # the device surely is; 0: that is not known, or the host does not wait for it
-    )
 
 
 class Loop:
@@ -58,8 +54,8 @@ class Loop:
 
     `step` is `launch`, `run_ahead`, `finish` and `settle`. From `launch` to `finish` the device
     works, and the host has time for whatever the next step does not need. `run_ahead` may be
-    `spare_s` later than `launch`: requests that arrive until then are admitted meanwhile, and not
-    when the device waits. Tokens are known from `finish` on.
+    `spare_s` later than `launch`, for requests that arrive meanwhile. Tokens are known from
+    `finish` on.
 
     After a step that raised, its sequences are in an unknown state: cancel `touched` before the
     next step, or every active sequence if that is None.
@@ -88,7 +84,6 @@ class Loop:
         self._is_first_round = False
         self._is_behind = False  # the next round is still to be enqueued
         self._ended: float | None = None  # end of the last step
-        self._least_token_s: float | None = None  # of the host's steps; None: none was awaited yet
         self._was_round = False
 
     def step(self) -> StepReport:
@@ -143,8 +138,6 @@ class Loop:
     @property
     def spare_s(self) -> float:
         """Seconds for which `run_ahead` may wait for requests; not more than 0 where it may not."""
-        if self._host_step is not None:
-            return self._host_step.busy_until - perf_counter()
         return self._rounds.spare_s if self._rounds is not None and self._is_behind else 0.0
 
     def run_ahead(self) -> None:
@@ -197,12 +190,7 @@ class Loop:
         if self._target.shares_logits and step.num_rows:
             step.best_only = self._verifier.wants_best(batch, drafts)
         verify_began = perf_counter()
-        logits = self._target.run(step)
-        busy_until = 0.0
-        if self._least_token_s is not None and len(logits) and not isinstance(logits, np.ndarray):
-            # Half of what the fastest step so far would have taken for as many tokens.
-            busy_until = verify_began + step.num_tokens * self._least_token_s / 2
-        return _HostStep(batch, drafts, logits, draft_s, verify_began, step.num_tokens, busy_until)
+        return _HostStep(batch, drafts, self._target.run(step), draft_s, verify_began)
 
     def _finish_host_step(self, step: _HostStep) -> StepReport:
         """Verify, accept, commit."""
@@ -210,9 +198,6 @@ class Loop:
         owners, tokens = self._verifier.draw(batch, drafts, logits)
         verify_s = perf_counter() - step.verify_began
         was_awaited = len(logits) > 0 or isinstance(logits, np.ndarray)
-        if len(logits):
-            token_s = verify_s / step.num_tokens
-            self._least_token_s = min(self._least_token_s or token_s, token_s)
         if self.awaits_prompts and not was_awaited:
             logits.queue.synchronize()
             was_awaited = True

@@ -146,7 +146,7 @@ class Worker:
             return
         self._delivery.flush()
         try:
-            while (spare_s := self._loop.spare_s) > 0:
+            if (spare_s := self._loop.spare_s) > 0:
                 self._take(self._inbox.arrivals(spare_s))
             self._loop.run_ahead()
             report = self._loop.finish()
