@@ -119,6 +119,7 @@ _PTX = {
         "({0} = ((const emu::u32*){2})[0], {1} = ((const emu::u32*){2})[1])"
     ),
     "ld.relaxed.gpu.global.f32": "{0} = *{1}",
+    "ld.relaxed.gpu.global.s32": "{0} = *{1}",
     "ld.relaxed.gpu.global.v2.f32": "{0} = {2}->x, {1} = {2}->y",
     "ld.relaxed.gpu.global.v4.f32": ("({0} = {4}->x, {1} = {4}->y, {2} = {4}->z, {3} = {4}->w)"),
     "atom.add.acq_rel.gpu.global.s32": "{0} = (*{1})++",

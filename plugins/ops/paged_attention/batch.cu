@@ -9,7 +9,8 @@
 // A long context is divided into parts of about part_tiles tiles, one warp each. A work item (`unit` in the
 // code, see tiles.py) is a range of tiles with its own softmax state. The first part merges its work items;
 // every other work item is stored separately, and the warp that finishes last merges all of them, from left
-// to right; if all warps run at once (TOGETHER), each merges a share of the dimensions (batch_merge.cuh).
+// to right; if all warps run at once (TOGETHER), some wait for all others, and each of these merges a share of the
+// dimensions (batch_merge.cuh).
 //
 // Tiles that hold no key of this step are copied before the kernel that writes those has ended: a kernel that writes the
 // cache lets others start only after its own wait (WRITES_CACHE in epilogue.cuh), so all before it has ended by then.
@@ -21,21 +22,6 @@
 // Grid: parts, KV heads, requests. One warp per block.
 
 #include "ops/paged_attention/batch_merge.cuh"
-
-// The number of warps that arrived before; what they stored may be read.
-DEVICE int arrive_at(int* counter) {
-  int before = 0;
-  __syncwarp();
-  if (threadIdx.x == 0) {
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "l"(counter)
-                 : "memory");
-  }
-  before = __shfl_sync(~0u, before, 0);
-  __syncwarp();
-  return before;
-}
 
 DEVICE int next_unit(int tile) {  // the first tile, from this one on, that starts a work item
   const int size = tile < 16 ? 1 : min(1 << (highest_bit(tile) - 3), MOST_UNIT);
@@ -66,22 +52,20 @@ extern "C" __global__ void __launch_bounds__(32, WARPS)
   launch_dependents();
   const u32 ring = shared_address(memory);
   const int head = blockIdx.y, request = blockIdx.z, lane = threadIdx.x;
-  const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
-  const float value_scale = V_SCALE ? *v_scale : 1.0f;
-  const float quanta = STATIC ? __fdiv_rn(1.0f, *out_scale) : 1.0f;
   Copier copier;
   copier.source = cache + head * (TOKENS_PER_BLOCK * SIZE) + lane / CHUNKS * SIZE +
                   lane % CHUNKS * (16 / KV_TYPE::bytes);
   copier.table = block_tables + (long long)request * table_stride;
+  // What tiles cannot be asked for without is loaded at once, and nothing else before they are.
   int begin = next_unit(blockIdx.x * part_tiles);
   int page = copier.guess(begin, table_stride);
-  const int start = load_int(cu_q + request), limit = load_int(kv_lens + request);
-  const int num_rows = (load_int(cu_q + request + 1) - start) * GROUP;
+  const int limit = load_int_now(kv_lens + request), start = load_int_now(cu_q + request);
+  const int num_rows = (load_int_now(cu_q + request + 1) - start) * GROUP;
   const int tiles = (limit + KEYS - 1) / KEYS;
   if (TOGETHER) {  // as many parts as there are warps, however much shorter than the longest a context is
-    const int own_tiles = share_of_tiles(tiles);
-    if (own_tiles != part_tiles) {
-      part_tiles = own_tiles;
+    const int fewer = part_tiles > MOST_UNIT ? (part_tiles - MOST_UNIT) * int(gridDim.x) : 0;
+    if (tiles <= fewer || tiles > part_tiles * int(gridDim.x) || part_tiles % MOST_UNIT) {
+      part_tiles = share_of_tiles(tiles);
       begin = next_unit(blockIdx.x * part_tiles);
       page = copier.guess(begin, table_stride);
     }
@@ -90,7 +74,6 @@ extern "C" __global__ void __launch_bounds__(32, WARPS)
     wait_for_dependencies();
     return;
   }
-  const int num_parts = (tiles + part_tiles - 1) / part_tiles;
   const int end = min(next_unit(min((int(blockIdx.x) + 1) * part_tiles, tiles)), tiles);
 
   copier.num_entries = (limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK, copier.limit = limit;
@@ -115,6 +98,9 @@ extern "C" __global__ void __launch_bounds__(32, WARPS)
   int filled = 0;
 #pragma unroll 1
   for (; filled < SLOTS - 1 && copied < 2 * old_tiles; ++filled) copy_next();
+  const float own_k_scale = K_SCALE ? __ldcg(k_scale) : 1.0f;
+  const float value_scale = V_SCALE ? __ldcg(v_scale) : 1.0f;
+  const float own_out_scale = STATIC ? __ldcg(out_scale) : 1.0f;
   wait_for_dependencies();
 #pragma unroll 1
   for (; filled < SLOTS - 1; ++filled) copy_next();
@@ -125,15 +111,22 @@ extern "C" __global__ void __launch_bounds__(32, WARPS)
 #pragma unroll
   for (int n = 0; n < COLUMN_BLOCKS; ++n) {
     const int row = 8 * n + lane / 4;
-    const MODEL_TYPE::Storage* from =
-        q + ((long long)(start + row / GROUP) * HEADS + head) * (GROUP * SIZE) + row % GROUP * SIZE;
+    const int there = min(row, num_rows - 1);  // its numbers of all steps lie a fixed number of bytes apart
+    const MODEL_TYPE::Storage* from = q + ((long long)(start + there / GROUP) * HEADS + head) * (GROUP * SIZE) +
+                                      there % GROUP * SIZE + query_dimension(0, 0);
+    uint2 both[STEPS];
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
-      u32 first = 0, second = 0;
-      if (row < num_rows) {
-        first = __ldcg((const u32*)(from + query_dimension(i, 0)));
-        second = __ldcg((const u32*)(from + query_dimension(i, 1)));
+      if (IS_BYTE) {
+        both[i] = __ldcg((const uint2*)(from + 16 * i));
+      } else {
+        both[i].x = __ldcg((const u32*)(from + 16 * i));
+        both[i].y = __ldcg((const u32*)(from + 16 * i + 8));
       }
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const u32 first = row < num_rows ? both[i].x : 0, second = row < num_rows ? both[i].y : 0;
       queries.store(n, i, to_inner(first), to_inner(second));
     }
 #pragma unroll
@@ -152,11 +145,14 @@ extern "C" __global__ void __launch_bounds__(32, WARPS)
     for (int c = 0; c < 2; ++c) all_see = min(all_see, seen[n][c]);
   }
   all_see = __reduce_min_sync(~0u, all_see);
+  const float scale = K_SCALE ? __fmul_rn(softmax_scale, own_k_scale) : softmax_scale;
 
   const long long entry_floats = State::FLOATS * 32;
   float* entries = partial + (request * HEADS + head) * (max_entries * entry_floats);
   const int first_end = min(next_unit(part_tiles), tiles);  // where the first part ends
   int entry = 1 + count_units(max(min(begin, tiles), first_end)) - count_units(first_end);
+  const int num_parts = (tiles + part_tiles - 1) / part_tiles;
+  const int count = 1 + count_units(tiles) - count_units(first_end);  // entries
   State merged, unit;
   merged.clear();
   bool is_first = true;
@@ -183,27 +179,29 @@ extern "C" __global__ void __launch_bounds__(32, WARPS)
     unit.clear();
   }
   wait_for_copies<0>();
+  const float quanta = STATIC ? __fdiv_rn(1.0f, own_out_scale) : 1.0f;
   if (num_parts > 1) {
     if (blockIdx.x == 0) merged.store(entries);
     const int group = request * HEADS + head;
     if (TOGETHER) {
-      const int count = 1 + count_units(tiles) - count_units(first_end);
       int* counter = counters + group * 32;  // one cache line each
-      meet_parts(counter, num_parts);
-      merge_lines(entries, entry_floats, count, blockIdx.x, num_parts, num_rows, head, start, out,
+      const int each = lines_of_merger(num_parts), mergers = (SUM_LINES + each - 1) / each;
+      arrive_at(counter);
+      if (int(blockIdx.x) >= mergers) return;  // the next kernel's tiles take its place
+      wait_for_parts(counter, num_parts);
+      merge_lines(entries, entry_floats, count, blockIdx.x, each, num_rows, head, start, out,
                   value_scale, quanta, ring);
-      leave_parts(counter, num_parts);
+      leave_parts(counter, num_parts, mergers);
       return;
     }
     if (arrive_at(counters + group) != num_parts - 1) return;
     if (lane == 0) counters[group] = 0;
-    const int num_entries = 1 + count_units(tiles) - count_units(first_end);
     merged.load(entries);
     unit.load(entries + entry_floats);  // there is room for it even if it is not used
 #pragma unroll 1
-    for (int i = 1; i < num_entries; ++i) {
+    for (int i = 1; i < count; ++i) {
       State next;
-      next.load(entries + min(i + 1, num_entries - 1) * entry_floats);
+      next.load(entries + min(i + 1, count - 1) * entry_floats);
       merged.append(unit);
       unit = next;
     }

@@ -57,7 +57,8 @@ struct StateOf {  // N blocks of 16 dimensions, C of 8 columns
     }
   }
   DEVICE void store(float* to) {
-    each([&](float& x, int i) { __stcg(to + i * 32 + lane_id(), x); });
+    float* own = to + lane_id();
+    each([&](float& x, int i) { __stcg(own + i * 32, x); });
   }
   DEVICE void load(const float* from) {
     each([&](float& x, int i) {

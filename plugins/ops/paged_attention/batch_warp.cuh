@@ -54,7 +54,7 @@ struct Copier {
   // The first entries, read before the request's length is known; `stride`: entries of the table.
   DEVICE int guess(int tile, int stride) const {
     const int at = tile / TILES_PER_PAGE * TILE_PAGES + lane_id();
-    return at < stride ? load_int(table + at) : 0;
+    return at < stride ? load_int_now(table + at) : 0;
   }
   DEVICE void start(int tile, int guessed) {
     first = tile / TILES_PER_PAGE * TILE_PAGES;
@@ -71,6 +71,15 @@ struct Copier {
       first += 32;
       now = next, next = entry(first + 32);
     }
+    if (limit - tile * KEYS >= KEYS) {
+      copy_pages<true>(slot, at, tile, is_values);
+    } else {
+      copy_pages<false>(slot, at, tile, is_values);
+    }
+  }
+  // IS_WHOLE: all keys of the tile exist; where they do not, zeros are stored.
+  template <bool IS_WHOLE>
+  DEVICE void copy_pages(u32 slot, int at, int tile, bool is_values) const {
     const int inside = TILES_PER_PAGE > 1 ? tile % TILES_PER_PAGE * (KEYS * SIZE) : 0;
     const int key = lane_id() / CHUNKS, left = limit - tile * KEYS - key;
     slot += place(key, lane_id() % CHUNKS);
@@ -82,7 +91,7 @@ struct Copier {
       for (int i = 0; i < SPAN / KEY_STEP; ++i) {
         const int its = page * SPAN + i * KEY_STEP;
         const u32 to = (slot ^ ((LINE == 64 ? its / 2 : its) % 8 << 4)) + its * LINE;
-        if (left >= KEYS) {
+        if (IS_WHOLE) {
           copy_chunk(to, from + i * (KEY_STEP * SIZE));
         } else {
           copy_or_clear_chunk(to, from + i * (KEY_STEP * SIZE), its < left);
