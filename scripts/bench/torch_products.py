@@ -1,6 +1,6 @@
 """Times the FP8 products of a layer as torch has them (cuBLASLt), beside the packed ones.
 
-    python -m scripts.bench.library_products [--model 8b] [--tokens 120,128]
+    python -m scripts.bench.torch_products [--model 8b] [--tokens 120,128]
 
 For each product alone, and for the four of a layer one after the other: microseconds in a graph
 over layers that together are larger than L2, medians of turns in which all ways are timed. Torch's
@@ -32,7 +32,7 @@ PRODUCTS = ("QKV", "output", "gate and up", "down")
 Work = Callable[[], object]
 
 
-def library_product(call: OpCall, tokens: int, *, by_row: bool, is_fast: bool) -> Work:
+def torch_product(call: OpCall, tokens: int, *, by_row: bool, is_fast: bool) -> Work:
     """torch's product of the sizes of a call, with its numbers in another order."""
     x, packed = call.inputs["x"][:tokens], call.inputs["weight"]
     weight = packed.view(-1, x.shape[1])
@@ -55,9 +55,7 @@ def ways_of(bench: Bench, calls: list[OpCall], tokens: int) -> dict[str, list[Wo
     for by_row, is_fast in itertools.product((False, True), (True, False)):
         name = f"torch, a scale a {'row' if by_row else 'tensor'}" + ", fast" * is_fast
         with torch.cuda.stream(bench.stream):
-            found = [
-                library_product(call, tokens, by_row=by_row, is_fast=is_fast) for call in calls
-            ]
+            found = [torch_product(call, tokens, by_row=by_row, is_fast=is_fast) for call in calls]
             try:
                 found[0]()
             except RuntimeError as error:  # of a way that this build of torch does not have
