@@ -1,6 +1,6 @@
 """Launches of the bookkeeping between the forward passes of a round.
 
-    draft_first(state, step, limits, batch)     the draft's step of two tokens per request, at most
+    draft_first(state, step, limits, batch)     the draft's step of two tokens per request
     draft_next(state, step, limits, batch, j)   its step of draft j - 1, for 1 <= j < k
     draw_next(logits, scratch, state, step, limits, batch, j)   draft j - 1 by argmax, and that
     verify(state, step, limits, batch, k)       the target's step of k + 1 tokens per request
@@ -39,8 +39,7 @@ def kernels(max_batch_size: int, max_draft_len: int, vocab: int) -> list[KernelS
 
 def draft_first(state: RoundState, step: DeviceStep, limits: StepLimits, batch: int) -> Launch:
     """Prepare the draft step of the last two committed tokens of each request; logits of the
-    second. A batch's only request has just the second, and padding, if it `has_read` the first.
-    """
+    second."""
     return _feed(state, step, limits, batch, first=-1, count=2, rows=1)
 
 
@@ -96,7 +95,6 @@ def accept(state: RoundState, batch: int, draft_len: int) -> Launch:
     arguments = (
         state.root,
         state.previous,
-        state.has_read,
         state.committed,
         state.max_len,
         state.drafts,
@@ -124,7 +122,6 @@ def _feed(
     arguments: tuple[torch.Tensor | int, ...] = (
         state.root,
         state.previous,
-        state.has_read,
         state.committed,
         state.capacity,
         state.drafts,
@@ -163,7 +160,7 @@ def _feed_spec(max_batch_size: int, max_draft_len: int) -> KernelSpec:
     return KernelSpec(
         name=f"rounds.feed.b{max_batch_size}.k{max_draft_len}",
         source=f"{_SOURCE}:feed",
-        arguments=("*i32",) * 13 + ("i32",) * 7,
+        arguments=("*i32",) * 12 + ("i32",) * 7,
         constants={
             "MAX_DRAFT_LEN": max_draft_len,
             "BLOCK_REQUESTS": block_requests,
@@ -193,7 +190,7 @@ def _accept_spec(max_batch_size: int, max_draft_len: int) -> KernelSpec:
     return KernelSpec(
         name=f"rounds.accept.b{max_batch_size}.k{max_draft_len}",
         source=f"{_SOURCE}:accept",
-        arguments=("*i32",) * 9 + ("i32",) * 3,
+        arguments=("*i32",) * 8 + ("i32",) * 3,
         constants={
             "MAX_BATCH_SIZE": max_batch_size,
             "MAX_DRAFT_LEN": max_draft_len,

@@ -10,13 +10,7 @@ from llmctl.plugins.ops.sampling.reference import argmax_rows
 
 
 def draft_first(state: RoundState, step: DeviceStep, limits: StepLimits, batch: int) -> None:
-    """The two last committed tokens of each request, at positions committed - 2 and - 1. If there
-    is one request only, which `has_read` the first of them, the second and padding."""
-    if batch == 1 and state.has_read[0]:
-        _feed(state, step, limits, batch, state.root[:, None], first=0, rows=1)
-        step.token_ids[1] = step.position_ids[1] = 0
-        step.slot_mapping[1] = -1
-        return
+    """The two last committed tokens of each request, at positions committed - 2 and - 1."""
     tokens = torch.stack((state.previous, state.root), dim=1)
     _feed(state, step, limits, batch, tokens, first=-1, rows=1)
 
@@ -70,7 +64,6 @@ def accept(state: RoundState, batch: int, draft_len: int) -> None:
         row = [committed, kept, kept + 1, max(0, room), *tokens[1:]]
         record[request, : RECORD_TOKENS + kept + 1] = torch.tensor(row, dtype=torch.int32)
         state.previous[request], state.root[request] = tokens[-2], tokens[-1]
-        state.has_read[request] = kept < draft_len
         state.committed[request] = committed + kept + 1
     state.counter.add_(1).bitwise_and_(0x7FFFFFFF)
 

@@ -31,7 +31,6 @@ class RoundState:
 
     root: torch.Tensor  # [B]
     previous: torch.Tensor  # [B]
-    has_read: torch.Tensor  # [B] 1: what drafted has all tokens but the root in its cache
     committed: torch.Tensor  # [B]; 0: padding, otherwise at least 2
     max_len: torch.Tensor  # [B]
     capacity: torch.Tensor  # [B]
@@ -73,7 +72,6 @@ class RoundState:
         return cls(
             root=zeros(max_batch_size),
             previous=zeros(max_batch_size),
-            has_read=zeros(max_batch_size),
             committed=zeros(max_batch_size),
             max_len=zeros(max_batch_size),
             capacity=zeros(max_batch_size),

@@ -23,7 +23,6 @@ _TOKENS: tl.constexpr = tl.constexpr(state.RECORD_TOKENS)
 def feed(
     root,
     previous,
-    has_read,
     committed,
     capacity,
     drafts,
@@ -58,13 +57,10 @@ def feed(
     num_real = tl.sum(is_real, 0)
     # Tokens of real requests come first, tokens of padding fill the rest of the step.
     place = tl.where(is_real > 0, end - 1, num_real + request - end)
-    # The only request's previous token is padding, behind the root, if it was read already.
-    skipped = tl.where((first < 0) & (batch == 1), tl.load(has_read), 0)
-    first += skipped
 
-    tl.store(cu_q + request + 1, end * (count - skipped), mask=in_batch)
+    tl.store(cu_q + request + 1, end * count, mask=in_batch)
     tl.store(cu_q + request, tl.zeros_like(request), mask=request == 0)
-    entries = tl.minimum(length + first + count - skipped - 1, limit)
+    entries = tl.minimum(length + first + count - 1, limit)
     tl.store(kv_len + request, tl.where(is_real > 0, entries, 0), mask=in_batch)
 
     request = request[:, None]
@@ -75,7 +71,7 @@ def feed(
     for start in range(0, count, BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)[None, :]
         exists = (request < batch) & (token < count)
-        real = exists & is_real & (token < count - skipped)
+        real = exists & is_real
         after_root = first + token
         is_draft = after_root > 0
         value = tl.load(
@@ -91,9 +87,8 @@ def feed(
         tl.store(token_ids + index, value, mask=exists)
         tl.store(position_ids + index, _inside(position, real, max_seq_len), mask=exists)
         tl.store(slot_mapping + index, slot, mask=exists)
-        row = request * rows + token - (count - skipped - rows)
-        has_row = exists & (token < count - skipped) & (token >= count - skipped - rows)
-        tl.store(logit_rows + row, index, mask=has_row)
+        row = request * rows + token - (count - rows)
+        tl.store(logit_rows + row, index, mask=exists & (token >= count - rows))
 
 
 @triton.jit
@@ -168,7 +163,6 @@ def _inside(position, is_real, max_seq_len):
 def accept(
     root,
     previous,
-    has_read,
     committed,
     max_len,
     drafts,
@@ -214,8 +208,6 @@ def accept(
         tl.debug_barrier()  # several threads may read a number that one of them replaces
         tl.store(root + request, tl.sum(emitted, axis=1), mask=is_real)
         tl.store(previous + request, behind, mask=is_real)
-        # The last draft is not fed to what drafted it.
-        tl.store(has_read + request, (accepted < draft_len).to(tl.int32), mask=is_real)
         tl.store(committed + request, length + accepted + 1, mask=is_real)
 
         value = tl.where(index <= accepted[:, None], target, 0)

@@ -36,7 +36,6 @@ def states(draw: st.DrawFn) -> tuple[RoundState, int, int]:
     for request in range(max_batch):
         committed = draw(st.one_of(st.just(0), st.integers(2, 96)))
         state.committed[request] = committed
-        state.has_read[request] = draw(st.integers(0, 1))
         state.max_len[request] = draw(st.integers(max(committed - 1, 0), 100))
         state.capacity[request] = min(96, 8 * draw(st.integers(max(committed - 9, 0) // 8, 12)))
     return state, batch, draft_len
@@ -108,7 +107,6 @@ def test_accepting_equals_the_reference_and_the_hosts_rule(made):
         assert found.previous[request] == history[-2]
         assert found.root[request] == history[-1]
         assert found.committed[request] == committed + kept + 1
-        assert found.has_read[request] == (kept < draft_len), "the last draft is not fed"
 
 
 def test_the_ring_goes_on_when_the_counter_of_rounds_begins_anew():
@@ -161,24 +159,6 @@ def test_a_plain_batch_is_laid_out_as_the_contract_says():
     table = step.block_tables[2].tolist()
     wanted = [table[p // 8] * 8 + p % 8 for p in range(19, 24)]
     assert step.slot_mapping[10:15].tolist() == wanted
-
-
-def test_the_only_request_does_not_read_a_token_twice():
-    """Its step has padding in place of a token that the draft engine has in its cache."""
-    state = RoundState.allocate(2, 4, "cpu")
-    for name, value in (("root", 5), ("previous", 1), ("committed", 9), ("capacity", 16)):
-        getattr(state, name).fill_(value)
-    state.has_read[:] = 1
-    limits = make_limits(2, 4)
-    step = make_step(limits)
-    run_launches([kernel.draft_first(state, step, limits, 1)])
-    slot = step.block_tables[0].tolist()[1] * 8
-    assert step.token_ids[:2].tolist() == [5, 0] and step.position_ids[:2].tolist() == [8, 0]
-    assert step.cu_q[:2].tolist() == [0, 1] and step.kv_len[0] == 9
-    assert step.slot_mapping[:2].tolist() == [slot, -1] and step.logit_rows[0] == 0
-    run_launches([kernel.draft_first(state, step, limits, 2)])
-    assert step.token_ids[:4].tolist() == [1, 5, 1, 5], "among others it takes its place"
-    assert step.cu_q[:3].tolist() == [0, 2, 4]
 
 
 def test_acceptance_replaces_numbers_that_all_threads_have_read():
