@@ -1,7 +1,7 @@
 """Every way llmctl can fail, one class per cause.
 
 A message names what was found, what was wanted and where (file, tensor, flag); `fix` is the next
-step, a command when there is one. Exit codes (README, "Exit codes"):
+step, a command when there is one. Exit codes (docs/cli.md):
 
     0 done   1 named failure   2 usage   3 resources   4 rebuild needed   70 bug   130/143 signals
 """

@@ -15,7 +15,7 @@
 #   MIN_ACCEPTANCE_LENGTH  tokens a round, at least                       (default: 2.0)
 #   MIN_SPEEDUP            speed over that without drafts, at least       (default: not checked)
 #
-# Exit codes: those of llmctl (README.md), and 1 where a measurement is below its minimum.
+# Exit codes: those of llmctl (docs/cli.md), and 1 where a measurement is below its minimum.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 case "$#:${1:-}" in
