@@ -98,6 +98,29 @@ def provenance() -> dict[str, Any]:
     }
 
 
+MEANING = """\
+Batch 1, FP8 weights and KV cache. Weights are planted, and every output is compared with the text
+that they imply; `load` reads a real file.
+
+- `read`: read bandwidth of the GPU's memory, by a kernel that only reads.
+- `decode-M`: a step of model M without drafts, at 1,000 to 1,128 tokens of context. `-device` is its
+  time on the GPU, `-host` how long the GPU waits for the host.
+- `speed-M`: whole requests without drafts, 500 tokens in, 512 out, prefill included.
+- `prefill-M-2048`: a prompt of 2,048 tokens.
+- `pair-T+D`: whole requests of target T with draft D, 500 in, 1,024 out, prefill included; 10 drafts
+  per round, each right with probability 0.873. Of a round: `-acceptance-length` is its tokens,
+  `-draft-step`, `-verify` and `-host` are one step of the draft, the verification, and how long the
+  GPU waits for the host. `-verify-growth` is how much longer a verification takes than a step of one
+  token, `-first-token` the time to the first token.
+- `load-M`: rate at which weights reach the GPU over the link alone, from disk, from the page cache.
+- `open-M`: from starting a process to the first token, and its phases.
+
+`head8`, `head4`: the draft's output head has 8 or 4 bits. `mxfp4`: 4-bit weights. `kN`: N drafts.
+`p916`, `p880`: drafts are right with probability 0.916 or 0.880. Share of limit: for steps, the
+bytes that must be read divided by the read bandwidth measured in the same run; for prompts, the FP8
+peak; for loading, the bandwidth of the link to the GPU."""
+
+
 class Table:
     """Rows of one device, kept in a folder (None: only printed)."""
 
@@ -145,9 +168,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for number, (command, versions, date, commit) in enumerate(runs, 1):
         text.append(f"{number}. `{command}` · {versions} · {date} · commit {commit}")
     text += [
-        "\nShare of limit: for steps, the bytes that must be read divided by the read bandwidth"
-        " measured in the same run; for prompts, the FP8 peak; for loading, the bandwidth of the"
-        " link to the device.\n",
+        f"\n{MEANING}\n",
         "| what | unit | median | minimum | maximum | share of limit | run | |",
         "|---|---|---|---|---|---|---|---|",
     ]

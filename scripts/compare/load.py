@@ -41,11 +41,12 @@ from scripts.compare.loads import Load, parse_load
 LOADS = "1x500x200x8,64x500x200x256,256x500x200x1024,64x1000x1000x192,256x1000x1000x512"
 SHARES = ("p50", "p90", "p99")
 MEANING = """\
-Greedy, streamed requests without common prefixes, sent as token ids; times are measured by the
-client. TTFT is measured from submission (in the load `arrivals`, of the long prompts), ITL is the
-time between responses. Wrong texts are outputs in which any token differs from what the planted
-weights imply. vLLM has its server's defaults (compilation, CUDA graphs, tokens per step where
-none are given) without prefix caching."""
+Requests are greedy, streamed, without common prefixes, and sent as token ids; the client measures
+the times. TTFT is the time to first token, from submission (in the load `arrivals`, of the long
+prompts). ITL is the time between responses. Wrong texts are outputs in which any token differs from
+what the planted weights imply; "not known" stands where vLLM ran with random weights. vLLM has its
+server's defaults (compilation, CUDA graphs, its own tokens per step where none are given), without
+prefix caching. The last column is the run's number in the list above."""
 FIGURES = {"ttft_ms": "TTFT ms", "itl_ms": "ITL ms"}
 
 
