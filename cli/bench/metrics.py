@@ -22,7 +22,8 @@ DEFINITIONS = {
     "itl_ms": "inter-token latency: time between responses; tokens of a round come together",
     "tpot_ms": "time per output token: (last token - first token) / (output tokens - 1)",
     "e2e_ms": "end to end: last token - submission",
-    "gen_tok_s": "generation speed of a request: (output tokens - 1) / (last - first token)",
+    "gen_tok_s": "generation speed of a request, from its third response on: "
+    "(output tokens - 1) / (last - first token)",
     "request_throughput_req_s": "finished requests / (last token - first submission)",
     "system_output_throughput_tok_s": "output tokens / (last token - first submission)",
     "system_total_throughput_tok_s": "input and output tokens / (last token - first submission)",
@@ -74,8 +75,11 @@ def tpot_ms(request: RequestRecord) -> float | None:
 
 
 def gen_tok_s(request: RequestRecord) -> float | None:
+    """None where there is one time between responses only: how late the first was read may be most
+    of it."""
     tpot = tpot_ms(request)
-    return None if tpot is None else 1e3 / tpot
+    times = {arrival.at_s for arrival in request.arrivals}
+    return None if tpot is None or len(times) < 3 else 1e3 / tpot
 
 
 def itl_ms(request: RequestRecord) -> list[float]:

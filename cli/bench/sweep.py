@@ -104,17 +104,17 @@ class Point:
 
 
 def measure_point(draft_len: int, recording: Recording, tree: str | None = None) -> Point | None:
-    """The figures of a length or tree; None where no request has had a round, or no time passed
-    between the responses of any."""
+    """The figures of a length or tree; None where the requests had not two rounds together, or no
+    time passed between the responses of any."""
     done = [item for item in recording.done if len(item.arrivals) > 1]
     steps = [s for s in recording.steps if s.rounds and not s.context_requests]
-    if not done or not steps:
+    gaps = sum(len(item.arrivals) - 1 for item in done)
+    if gaps < 2 or not steps:
         return None
     spans_s = sum(item.arrivals[-1].at_s - item.arrivals[0].at_s for item in done)
     if not spans_s:  # a short output whose responses were taken together
         return None
     tokens = sum(len(item.output_ids) - item.arrivals[0].num_tokens for item in done)
-    gaps = sum(len(item.arrivals) - 1 for item in done)
     rounds = [item for step in recording.steps for item in step.rounds]
     rates = []
     for position in range(draft_len):

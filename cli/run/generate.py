@@ -26,6 +26,12 @@ class SequenceOutput:
     log_probs: list[float] = field(default_factory=list)
     cum_log_prob: float = 0.0
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
+    # When its tokens came, in seconds since the batch was enqueued. Responses that were taken
+    # together came at one time.
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_first_tokens: int = 0  # that came at first_s
+    num_times: int = 0
 
 
 @dataclass(slots=True)
@@ -37,7 +43,7 @@ class Row:
     request: Request | None = None
     error: Exception | None = None
     sequences: list[SequenceOutput] = field(default_factory=list)
-    first_token_s: float | None = None  # since the batch was enqueued
+    first_token_s: float | None = None  # since the batch was enqueued, of any sequence
 
     @property
     def num_new_tokens(self) -> int:
@@ -64,6 +70,7 @@ def generate(
     by_id = dict(zip(executor.enqueue_requests(requests), pending, strict=True))
     while by_id:
         responses = executor.await_responses()
+        now_s = perf_counter() - began
         if not responses:  # it closed without an answer to everybody
             for row in by_id.values():
                 row.error = RequestError("the executor stopped before this request ended")
@@ -71,12 +78,12 @@ def generate(
         for response in responses:
             row = by_id[response.request_id]
             if row.first_token_s is None:
-                row.first_token_s = perf_counter() - began
+                row.first_token_s = now_s
             if response.result is None:
                 row.error = response.error
                 del by_id[response.request_id]
                 continue
-            _add(row, response.result)
+            _add(row, response.result, now_s)
             if listener is not None:
                 listener(row, response.result.sequence_index)
             if response.result.is_final:
@@ -84,10 +91,17 @@ def generate(
     return perf_counter() - began
 
 
-def _add(row: Row, result: Result) -> None:
+def _add(row: Row, result: Result, now_s: float) -> None:
     """Append what a response brought; streaming responses carry only new tokens."""
     output = row.sequences[result.sequence_index]
     output.token_ids += result.output_token_ids
+    if result.output_token_ids:
+        if output.first_s is None:
+            output.first_s = now_s
+        if output.first_s == now_s:
+            output.num_first_tokens += len(result.output_token_ids)
+        output.num_times += output.num_times == 0 or now_s > output.last_s
+        output.last_s = now_s
     output.log_probs += result.log_probs or ()
     if result.cum_log_prob is not None:
         output.cum_log_prob = result.cum_log_prob

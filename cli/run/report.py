@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from llmctl.cli.run.acceptance import TYPICAL, rule_lines
-from llmctl.cli.run.generate import Row
+from llmctl.cli.run.generate import Row, SequenceOutput
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 LOG_LEVELS = ("verbose", "info", "warning", "error", "internal_error")  # most to least
 
 
+# A single time between responses may be next to nothing: it begins when the first of them was read,
+# however late.
+LEAST_GAPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """What came after first tokens: tokens, and the time from the mean first to the last."""
+
+    num_tokens: int
+    span_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class RunStats:
     """Speed of one batch. total_s runs from enqueueing it to its last response."""
@@ -31,6 +44,7 @@ class RunStats:
     num_output_tokens: int
     total_s: float
     time_to_first_token_s: float | None  # mean over requests
+    decode: Decode | None
     draft_len: int  # 0: plain decoding
     speculation: SpeculationStats
     kv_cache: KvCacheStats | None = None  # as of the last step
@@ -38,7 +52,7 @@ class RunStats:
 
     def to_json(self) -> dict[str, Any]:
         """The "stats" of `run --json`."""
-        rounds = self.speculation.rounds
+        rounds, has_drafts = self.speculation.rounds, self.speculation.draft_tokens > 0
         result: dict[str, Any] = {
             "num_requests": self.num_requests,
             "num_failed": self.num_failed,
@@ -55,8 +69,8 @@ class RunStats:
         if self.draft_len:
             result["speculation"] = {
                 "draft_len": self.draft_len,
-                "acceptance_rate": self.speculation.acceptance_rate,
-                "tokens_per_round": self.speculation.acceptance_length,
+                "acceptance_rate": self.speculation.acceptance_rate if has_drafts else None,
+                "tokens_per_round": self.speculation.acceptance_length if rounds else None,
                 "draft_tokens": self.speculation.draft_tokens,
                 "accepted_tokens": self.speculation.accepted_tokens,
                 "accepted_at_position": self.accepted_at_position,
@@ -75,12 +89,9 @@ class RunStats:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Output tokens after each request's first, over the time after the mean first token."""
-        if self.time_to_first_token_s is None:
-            return None
-        left_s = self.total_s - self.time_to_first_token_s
-        num_tokens = self.num_output_tokens - (self.num_requests - self.num_failed)
-        return num_tokens / left_s if left_s > 0 and num_tokens > 0 else None
+        """Output tokens after each output's first, over the time after the mean first token. None
+        where no output had LEAST_GAPS."""
+        return self.decode.num_tokens / self.decode.span_s if self.decode else None
 
     @property
     def accepted_at_position(self) -> list[float]:
@@ -107,6 +118,7 @@ def summarize(
         num_output_tokens=sum(row.num_new_tokens for row in done),
         total_s=total_s,
         time_to_first_token_s=sum(firsts) / len(firsts) if firsts else None,
+        decode=_decode([sequence for row in done for sequence in row.sequences]),
         draft_len=draft_len,
         speculation=speculation,
         kv_cache=kv_cache,
@@ -114,26 +126,40 @@ def summarize(
     )
 
 
+def _decode(outputs: Sequence[SequenceOutput]) -> Decode | None:
+    """None where no output was written for long enough."""
+    firsts = [output.first_s for output in outputs if output.first_s is not None]
+    if max((output.num_times for output in outputs), default=0) <= LEAST_GAPS:
+        return None
+    return Decode(
+        sum(len(output.token_ids) - output.num_first_tokens for output in outputs),
+        max(output.last_s for output in outputs) - sum(firsts) / len(firsts),
+    )
+
+
 def stats_lines(stats: RunStats) -> list[str]:
     """A few lines for people."""
     spec = stats.speculation
-    speed = (
-        f"{stats.num_output_tokens} tokens in {stats.total_s:.3f} s: {stats.tokens_per_s:.1f} tok/s"
-    )
-    if stats.decode_tokens_per_s is not None and stats.time_to_first_token_s is not None:
-        speed += (
-            f" (time to first token {stats.time_to_first_token_s * 1e3:.1f} ms, "
-            f"then {stats.decode_tokens_per_s:.1f} tok/s)"
-        )
+    speed = f"{_count(stats.num_output_tokens, 'token')} in {stats.total_s:.3f} s"
+    if spec.rounds:  # else nothing was read but prompts
+        speed += f": {stats.tokens_per_s:.1f} tok/s"
+    if stats.time_to_first_token_s is not None:
+        then = stats.decode_tokens_per_s
+        speed += f" (time to first token {stats.time_to_first_token_s * 1e3:.1f} ms"
+        speed += ")" if then is None else f", then {then:.1f} tok/s)"
     lines = [speed]
     if stats.draft_len and spec.rounds:
-        positions = ", ".join(f"{share:.2f}" for share in stats.accepted_at_position)
-        lines += [
-            f"acceptance {spec.acceptance_rate:.3f} of {spec.draft_tokens} drafts, "
-            f"{spec.acceptance_length:.2f} tokens per round over {spec.rounds} rounds "
-            f"(draft_len {stats.draft_len}); kept at position: {positions or 'none drafted'}",
-            *rule_lines(stats.accepted_by),
-        ]
+        kept = ", ".join(f"{share:.2f}" for share in stats.accepted_at_position)
+        if spec.draft_tokens:
+            found = (
+                f"acceptance {spec.acceptance_rate:.3f} of {_count(spec.draft_tokens, 'draft')}, "
+                f"{spec.acceptance_length:.2f} tokens per round over {_count(spec.rounds, 'round')}"
+                f" (draft_len {stats.draft_len}); kept at position: {kept}"
+            )
+        else:
+            rounds = _count(spec.rounds, "round")
+            found = f"nothing was drafted in {rounds} (draft_len {stats.draft_len})"
+        lines += [found, *rule_lines(stats.accepted_by)]
     if spec.rounds:
         parts = {"draft": spec.draft_s, "verify": spec.verify_s, "host": spec.host_s}
         if not stats.draft_len:
@@ -148,6 +174,10 @@ def stats_lines(stats: RunStats) -> list[str]:
             f"{kv.evicted_blocks} blocks evicted{moved}"
         )
     return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def engine_lines(engines: OpenEngines, *, is_verbose: bool) -> list[str]:

@@ -106,16 +106,22 @@ def test_the_cost_model_is_that_of_its_formula():
 
 
 def test_a_length_without_time_between_responses_has_no_figures():
+    from llmctl.cli.bench.metrics import gen_tok_s
     from llmctl.cli.bench.records import Arrival, Recording, RequestRecord, Round, StepRecord
     from llmctl.cli.bench.sweep import measure_point
 
-    request = RequestRecord(0, 0, 3, 2, 0.0, 0.0, output_ids=[5, 6], is_done=True)
+    def request(*arrivals):
+        made = RequestRecord(0, 0, 3, 2, 0.0, 0.0, output_ids=[5, 6], is_done=True)
+        for at_s, num_tokens in arrivals:
+            made.arrivals.append(Arrival(at_s, num_tokens))
+        return made
+
     step = StepRecord(0, 1.0, 1.0, 0.0, 1.0, 0, 0, 1, 0, 1, 2, [Round(0, 0, 0, 1, 0)])
-    request.arrivals.append(Arrival(1.0, 1))
-    request.arrivals.append(Arrival(1.0, 1))
-    assert measure_point(0, Recording([request], [step], 1)) is None
-    request.arrivals.append(Arrival(1.5, 0))
-    found = measure_point(0, Recording([request], [step], 1))
+    together, late = request((1.0, 1), (1.0, 1)), request((1.0, 1), (1.00001, 1))
+    for one in (together, late):  # the first response of `late` was read when the second was there
+        assert measure_point(0, Recording([one], [step], 1)) is None
+        assert gen_tok_s(one) is None
+    found = measure_point(0, Recording([request((1.0, 1), (1.0, 1), (1.5, 0))], [step], 1))
     assert found is not None and found.decode_tok_s == 2.0
 
 

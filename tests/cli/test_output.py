@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -165,8 +166,10 @@ def test_json_has_outputs_errors_and_statistics():
 
 def test_statistics_for_people_name_every_number():
     one = rows(1)
-    generate(ScriptedExecutor([part(10, range(5))], [part(10, range(3), final=True)]), one)
-    one[0].first_token_s = 0.5
+    parts = [part(10, range(4))], [part(10, [7])], [part(10, range(3), final=True)]
+    generate(ScriptedExecutor(*parts), one)
+    one[0].first_token_s = one[0].sequences[0].first_s = 0.5
+    one[0].sequences[0].last_s = 2.5
     spec = SpeculationStats(rounds=2, draft_tokens=4, accepted_tokens=3)
     spec.accepted_at_position = [2, 1]
     spec.draft_s, spec.verify_s, spec.host_s = 0.001, 0.004, 0.0005
@@ -199,9 +202,61 @@ def test_statistics_tell_what_the_kv_cache_spared_and_moved():
     assert summarize([], 0.0, 0, spec, base).to_json()["kv_cache"]["reused_tokens"] == 96
 
 
+def late(gaps_s, monkeypatch):
+    """A clock for `generate`: what passes between its readings."""
+    times = iter(itertools.accumulate(gaps_s))
+    monkeypatch.setattr("llmctl.cli.run.generate.perf_counter", lambda: next(times))
+
+
+@pytest.mark.parametrize(
+    ("batches", "wanted"),
+    [
+        ([[part(10, [0], final=True)]], None),
+        ([[part(10, [0]), part(10, [1], final=True)]], None),  # taken together
+        ([[part(10, [0])], [part(10, [1], final=True)]], None),  # one time between them
+        ([[part(10, [0])], [part(10, [1]), part(10, [2], final=True)]], None),
+        ([[part(10, [0])], [part(10, [1])], [part(10, [2, 3], final=True)]], 1.5),
+        ([[part(10, [0]), part(10, [1])], [part(10, [2])], [part(10, [3], final=True)]], 1.0),
+    ],
+)
+def test_a_decode_speed_needs_two_times_between_responses(batches, wanted, monkeypatch):
+    late([0.0] + [1.0] * 9, monkeypatch)
+    one = rows(1)
+    total_s = generate(ScriptedExecutor(*batches), one)
+    has_rounds = len(one[0].sequences[0].token_ids) > 1
+    stats = summarize(one, total_s, 0, SpeculationStats(rounds=int(has_rounds)))
+    assert stats.to_json()["decode_tokens_per_s"] == wanted
+    line = stats_lines(stats)[0]
+    assert ("then" in line) == (wanted is not None)
+    assert (
+        "tok/s" in line
+        if has_rounds
+        else line == ("1 token in 2.000 s (time to first token 1000.0 ms)")
+    )
+
+
+def test_the_first_tokens_of_several_outputs_are_no_decode_speed(monkeypatch):
+    late([0.0] + [1.0] * 9, monkeypatch)
+    one = rows(1, num_return_sequences=3, temperature=1.0)
+    parts = [[part(10, [i], index=i, final=True, last=i == 2)] for i in range(3)]
+    total_s = generate(ScriptedExecutor(*parts), one)
+    stats = summarize(one, total_s, 0, SpeculationStats())
+    assert stats.to_json()["decode_tokens_per_s"] is None
+    assert stats_lines(stats) == ["3 tokens in 4.000 s (time to first token 1000.0 ms)"]
+
+
+def test_no_acceptance_is_reported_of_no_drafts():
+    stats = summarize([], 1.0, 4, SpeculationStats(rounds=1))
+    assert stats_lines(stats)[1] == "nothing was drafted in 1 round (draft_len 4)"
+    assert stats.to_json()["speculation"]["acceptance_rate"] is None
+    assert stats.to_json()["speculation"]["tokens_per_round"] == 1
+    found = summarize([], 1.0, 4, SpeculationStats()).to_json()["speculation"]
+    assert found["tokens_per_round"] is None
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_statistics_of_nothing_divide_by_nothing(count):
     failed = [Row(0, "", error=PromptTooLong("x"))][:count]
     stats = summarize(failed, 0.0, 4, SpeculationStats())
-    assert stats_lines(stats) == ["0 tokens in 0.000 s: 0.0 tok/s"]
+    assert stats_lines(stats) == ["0 tokens in 0.000 s"]
     assert stats.to_json()["decode_tokens_per_s"] is None
