@@ -103,16 +103,16 @@ Batch 1, FP8 weights and KV cache. Weights are planted, and every output is comp
 that they imply; `load` reads a real file.
 
 - `read`: read bandwidth of the GPU's memory, by a kernel that only reads.
-- `decode-M`: a step of model M without drafts, at 1,000 to 1,128 tokens of context. `-device` is its
-  time on the GPU, `-host` how long the GPU waits for the host.
+- `decode-M`: a step of model M without drafts, at 1,000 to 1,128 tokens of context. `-device` is
+  its time on the GPU, `-host` how long the GPU waits for the host.
 - `speed-M`: whole requests without drafts, 500 tokens in, 512 out, prefill included.
 - `prefill-M-2048`: a prompt of 2,048 tokens.
-- `pair-T+D`: whole requests of target T with draft D, 500 in, 1,024 out, prefill included; 10 drafts
-  per round, each right with probability 0.873. Of a round: `-acceptance-length` is its tokens,
-  `-draft-step`, `-verify` and `-host` are one step of the draft, the verification, and how long the
-  GPU waits for the host. `-verify-growth` is how much longer a verification takes than a step of one
-  token, `-first-token` the time to the first token.
-- `load-M`: rate at which weights reach the GPU over the link alone, from disk, from the page cache.
+- `pair-T+D`: whole requests of target T with draft D, 500 in, 1,024 out, prefill included; 10
+  drafts per round, each right with probability 0.873. Of a round: `-acceptance-length` are its
+  tokens, `-draft-step`, `-verify`, `-host` a step of the draft, the verification, and how long the
+  GPU waits for the host. `-verify-growth` is how much longer a verification takes than a step of
+  one token, `-first-token` the time to the first token.
+- `load-M`: rate at which weights reach the GPU: over the link alone, from disk, from page cache.
 - `open-M`: from starting a process to the first token, and its phases.
 
 `head8`, `head4`: the draft's output head has 8 or 4 bits. `mxfp4`: 4-bit weights. `kN`: N drafts.
