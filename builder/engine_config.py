@@ -12,6 +12,7 @@ from llmctl.builder.validation import strict_json
 from llmctl.builder.validation.config import find_wrong_field
 from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.quantize.format import not_a_file
 
 SCHEMA_VERSION = 11
 CONFIG_FILE = "config.json"
@@ -46,9 +47,18 @@ class EngineConfig:
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
 
 
+def require_file(path: Path) -> None:
+    """Raise CorruptEngine where something else lies in the place of a file of an engine."""
+    found = not_a_file(path)
+    if found is not None:
+        raise CorruptEngine(f"{path} is {found}; a file is wanted", fix="build the engine again")
+
+
 def config_path(folder: Path) -> Path:
-    """The config.json of an engine directory. Raises EngineNotFound where there is none."""
+    """The config.json of an engine directory. Raises EngineNotFound where there is none,
+    CorruptEngine where it is no file."""
     path = folder / CONFIG_FILE
+    require_file(path)
     if not path.is_file():
         raise EngineNotFound(
             f"{folder} is not an engine directory: it has no {CONFIG_FILE}",

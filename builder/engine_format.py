@@ -31,6 +31,7 @@ from llmctl.builder.engine_config import (
     EngineConfig,
     config_path,
     read_engine_config,
+    require_file,
 )
 from llmctl.builder.heads.eagle.names import CACHE as EAGLE_CACHE
 from llmctl.builder.heads.eagle.names import EXTEND as EAGLE_EXTEND
@@ -200,6 +201,7 @@ def _read_header(folder: Path, rank: int) -> tuple[EngineConfig, Plan, dict[str,
     """Returns (config.json, the plan, the header's entries, where the data starts in bytes)."""
     config = read_engine_config(folder)
     path = folder / engine_file(rank)
+    require_file(path)
     if not path.is_file():
         raise EngineNotFound(f"{path} does not exist", fix="build the engine again")
     raw, header = read_container_header(path)

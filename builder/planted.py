@@ -25,6 +25,7 @@ from llmctl.quantize.format import (
     CONFIG_FILE,
     QUANT_CONFIG_FILE,
     find_scheme,
+    has_file,
     quantization_documents,
     read_json,
     read_quantization,
@@ -134,10 +135,10 @@ def open_config(folder: Path) -> Checkpoint:
     Raises CheckpointNotFound, CorruptFile, UnknownQuantization.
     """
     path, nested_path = folder / CONFIG_FILE, folder / QUANT_CONFIG_FILE
-    if not path.is_file():
+    if not has_file(path):
         raise CheckpointNotFound(f"{path} does not exist", fix="give a folder with config.json")
     config = read_json(path)
-    nested = read_json(nested_path) if nested_path.is_file() else None
+    nested = read_json(nested_path) if has_file(nested_path) else None
     return Checkpoint(folder, config, {}, read_quantization(config, nested, str(path)))
 
 

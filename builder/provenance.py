@@ -18,6 +18,7 @@ from llmctl.quantize.format import (
     GENERATION_CONFIG_FILE,
     RECORD_FILE,
     check_end_ids,
+    has_file,
     read_json,
 )
 
@@ -68,7 +69,7 @@ def _special_ids(checkpoint: Checkpoint, vocab_size: int) -> dict[str, Any]:
     Raises CorruptFile for others.
     """
     path = checkpoint.path / GENERATION_CONFIG_FILE
-    generation = read_json(path) if path.is_file() else {}
+    generation = read_json(path) if has_file(path) else {}
     check_end_ids(generation, vocab_size, str(path))
     names = ("eos_token_id", "bos_token_id", "pad_token_id")
     return {name: generation.get(name, checkpoint.config.get(name)) for name in names}
@@ -94,7 +95,7 @@ def describe_source(checkpoint: Checkpoint) -> dict[str, Any]:
         }
     source = {"checkpoint": str(checkpoint.path.absolute()), "files": files}
     record = checkpoint.path / RECORD_FILE
-    made = read_json(record).get("quantize") if record.is_file() else None
+    made = read_json(record).get("quantize") if has_file(record) else None
     if isinstance(made, dict) and isinstance(made.get("model_dir"), str):
         source["quantized_from"] = made["model_dir"]
     return source

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmctl.errors import CorruptFile, TokenizerError
-from llmctl.quantize.format import read_json, shown
+from llmctl.quantize.format import has_file, read_json, shown
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -56,11 +56,9 @@ def describe_tokenizer(files: Sequence[Path]) -> dict[str, Any]:
 def read_tokenizer_config(path: Path) -> dict[str, Any]:
     """tokenizer_config.json, empty where there is none. Raises TokenizerError for one that is no
     object, or whose special tokens are no text: without them a text would not end."""
-    if not path.is_file():
-        return {}
     fix = "fetch the tokenizer files again"
     try:
-        config = read_json(path)
+        config = read_json(path) if has_file(path) else {}
     except CorruptFile as error:
         raise TokenizerError(str(error), fix=fix) from error
     for name in SPECIAL_TOKENS:

@@ -93,8 +93,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     if not path.is_file():
-        why = "is not a file" if path.exists() else "does not exist"
-        raise BadConfig(f"--config {path} {why}")
+        from llmctl.quantize.format import why_no_file
+
+        raise BadConfig(f"--config {path} {why_no_file(path)}")
     if path.stat().st_size > _MOST_BYTES:
         raise BadConfig(f"{path} has {path.stat().st_size} bytes; at most {_MOST_BYTES} are read")
     try:

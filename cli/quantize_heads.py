@@ -67,7 +67,7 @@ def _read_medusa(folder: Path, source: Source) -> DraftHeads:
     from llmctl.builder.heads.medusa.checkpoint import SAFE_FILE, open_heads, require_fit
     from llmctl.builder.heads.medusa.layouts import MODULE
     from llmctl.quantize.checkpoint import Checkpoint
-    from llmctl.quantize.format import CONFIG_FILE, read_json
+    from llmctl.quantize.format import CONFIG_FILE, has_file, read_json
     from llmctl.quantize.heads.heads import DraftHeads
     from llmctl.quantize.heads.medusa import MedusaShape, make_medusa
 
@@ -95,7 +95,7 @@ def _read_medusa(folder: Path, source: Source) -> DraftHeads:
         biases=tuple(p for p in linears if p.startswith("blocks.") and layout.has_bias),
         make=lambda projection, embedding: make_medusa(shape, projection),
         file_name=SAFE_FILE,
-        config=read_json(described) if described.is_file() else {},
+        config=read_json(described) if has_file(described) else {},
     )
 
 

@@ -27,7 +27,7 @@ from llmctl.builder.tokenizer import (
 )
 from llmctl.cli.chat_template import render
 from llmctl.errors import BadConfig, CorruptEngine, LlmctlError, TokenizerError
-from llmctl.quantize.format import clipped, shown
+from llmctl.quantize.format import clipped, not_a_file, shown
 from llmctl.quantize.tokenizer_file import guarded, open_tokenizer
 
 if TYPE_CHECKING:
@@ -44,8 +44,11 @@ class Tokenizer:
         self.folder = folder
         path = folder / TOKENIZER_FILE
         if not path.is_file():
+            found = not_a_file(path)
             raise TokenizerError(
-                f"{folder} has no tokenizer.json",
+                f"{folder} has no tokenizer.json"
+                if found is None
+                else f"{path} is {found}; a file is wanted",
                 fix="name the folder of the model's tokenizer with --tokenizer-dir",
             )
         self._backend = open_tokenizer(path)

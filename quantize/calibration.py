@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmctl.errors import BadCalibrationData, TokenizerError
+from llmctl.quantize.files import not_a_file
 from llmctl.quantize.strict_json import clipped, load_strict
 from llmctl.quantize.tokenizer_file import guarded, open_tokenizer
 
@@ -88,7 +89,9 @@ def check_dataset(dataset: str) -> None:
         return
     path = Path(dataset)
     if path.suffix not in READERS or not path.is_file():
-        what = "does not exist" if not path.exists() else "is not a file of a known kind"
+        what = "is not a file of a known kind" if path.exists() else "does not exist"
+        if (found := not_a_file(path)) is not None:
+            what = f"is {found}"
         raise BadCalibrationData(
             f"--calib-dataset {dataset} {what}; wanted: {DEMO_DATASET!r} or a file ending in "
             f"{', '.join(READERS)} (nothing is downloaded)",

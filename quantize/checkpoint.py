@@ -30,6 +30,7 @@ from llmctl.quantize.format import (
     SINGLE_FILE,
     TOKENIZER_FILES,
     QuantizationInfo,
+    has_file,
     parse_json,
     read_json,
     read_quantization,
@@ -93,14 +94,14 @@ class Checkpoint:
         shard the index names is absent) or UnknownQuantization.
         """
         config_path = path / CONFIG_FILE
-        if not config_path.is_file():
+        if not has_file(config_path):
             raise CheckpointNotFound(
                 f"{config_path} does not exist",
                 fix="give a folder in Hugging Face format (config.json and *.safetensors)",
             )
         config = read_json(config_path)
         nested_path = path / QUANT_CONFIG_FILE
-        nested = read_json(nested_path) if nested_path.is_file() else None
+        nested = read_json(nested_path) if has_file(nested_path) else None
         quantization = read_quantization(config, nested, str(config_path))
         return cls(path, config, _read_headers(path), quantization)
 
@@ -167,7 +168,7 @@ class Checkpoint:
 
     def tokenizer_files(self) -> list[Path]:
         """The tokenizer's files that exist in the folder."""
-        return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
+        return [self.path / name for name in TOKENIZER_FILES if has_file(self.path / name)]
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
@@ -191,8 +192,8 @@ def has_weights(folder: Path) -> bool:
 def _read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor the folder offers, found as transformers finds it: one file, or an index. Where
     both are there they must tell of the same tensors."""
-    has_index = (folder / INDEX_FILE).is_file()
-    if (folder / SINGLE_FILE).is_file():
+    has_index = has_file(folder / INDEX_FILE)
+    if has_file(folder / SINGLE_FILE):
         tensors = read_header(folder / SINGLE_FILE)
         indexed = _read_indexed(folder) if has_index else tensors
         if indexed != tensors:
@@ -238,7 +239,7 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
                 f"{index} places {name} in {shown(shard)}; a .safetensors name is wanted"
             )
         if shard not in headers:
-            if not (folder / shard).is_file():
+            if not has_file(folder / shard):
                 raise MissingTensor(
                     f"{index} places {name} in {shard}, which does not exist",
                     fix="fetch the missing shard",

@@ -29,6 +29,9 @@ from llmctl.quantize.config_fields import check_fields as check_fields
 from llmctl.quantize.config_fields import check_model_fields as check_model_fields
 from llmctl.quantize.config_fields import integer as integer
 from llmctl.quantize.config_fields import named_architectures as named_architectures
+from llmctl.quantize.files import has_file as has_file
+from llmctl.quantize.files import not_a_file as not_a_file
+from llmctl.quantize.files import why_no_file as why_no_file
 from llmctl.quantize.found import QuantizationInfo as QuantizationInfo
 from llmctl.quantize.found import read_quantization as read_quantization
 from llmctl.quantize.schemes.table import WRITERS

@@ -26,7 +26,7 @@ from llmctl.publish import require_place, require_space
 from llmctl.quantize import calibration
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint
 from llmctl.quantize.families import EMBEDDING, FINAL_NORM, HEAD, Model, layer_prefix, read_model
-from llmctl.quantize.format import KV_CACHE_DTYPES, find_scheme
+from llmctl.quantize.format import KV_CACHE_DTYPES, find_scheme, has_file
 from llmctl.quantize.memory import available_memory_bytes
 from llmctl.quantize.schemes.table import WRITERS
 from llmctl.quantize.writer import ShardPlan, TensorPlan, plan_shards
@@ -118,7 +118,7 @@ def open_source(options: QuantizeOptions) -> Source:
             f"{options.model_dir} is quantized already ({found.method}, {found.algo})",
             fix="start from the unquantized checkpoint, or build an engine from this one",
         )
-    if not (options.model_dir / "tokenizer.json").is_file():
+    if not has_file(options.model_dir / "tokenizer.json"):
         raise TokenizerError(
             f"{options.model_dir} has no tokenizer.json",
             fix="AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one",

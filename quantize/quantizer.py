@@ -23,6 +23,7 @@ from llmctl.quantize.format import (
     QUANT_CONFIG_FILE,
     RECORD_FILE,
     dump_json,
+    has_file,
     quantization_documents,
 )
 from llmctl.quantize.plan import QuantizePlan
@@ -150,7 +151,7 @@ def _write_documents(plan: QuantizePlan, scratch: Path) -> None:
     generation = options.model_dir / GENERATION_CONFIG_FILE
     for path in [
         *plan.checkpoint.tokenizer_files(),
-        *([generation] if generation.is_file() else []),
+        *([generation] if has_file(generation) else []),
     ]:
         shutil.copyfile(path, scratch / path.name)
     record = {

@@ -14,6 +14,7 @@ from llmctl.builder.tokenizer import TOKENIZER_FILE
 from llmctl.cli.run.prompts import row_sampling, row_window
 from llmctl.cli.run.text_io import Prompt, read_prompts
 from llmctl.errors import BadConfig, PromptTooLong
+from llmctl.quantize.format import has_file
 from llmctl.runtime.request import Request, SamplingConfig
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _ordinary_ids(engine_dir: Path, config: EngineConfig) -> Sequence[int]:
         return range(*planted)
     vocab = int(config.pretrained_config["vocab_size"])
     folder = engine_dir / TOKENIZER_FOLDER
-    if not (folder / TOKENIZER_FILE).is_file():
+    if not has_file(folder / TOKENIZER_FILE):
         return range(vocab)
     from llmctl.cli.tokenizer import Tokenizer
 

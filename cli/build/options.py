@@ -160,12 +160,12 @@ def require_picture_file(picture: Path | None, output_dir: Path) -> None:
 def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
     """The limits of the file, with the options given on the command line over them."""
     from llmctl.builder.config import BuildRequest
-    from llmctl.quantize.format import read_json
+    from llmctl.quantize.format import read_json, why_no_file
 
     values: dict[str, Any] = {}
     if path is not None:
         if not path.is_file():
-            raise BadConfig(f"--build-config {path} does not exist")
+            raise BadConfig(f"--build-config {path} {why_no_file(path)}")
         try:
             values = read_json(path)
         except CorruptFile as error:
@@ -189,7 +189,7 @@ def make_load_format(
     BadConfig for options of another load format."""
     from llmctl.builder.planted import LoadFormat
     from llmctl.quantize.checkpoint import has_weights
-    from llmctl.quantize.format import read_json
+    from llmctl.quantize.format import has_file, read_json
 
     if name == "auto" and seed is not None:
         raise BadConfig("--seed is for --load-format dummy and planted")
@@ -200,13 +200,13 @@ def make_load_format(
         )
     chosen: dict[str, Any] = {}
     path = checkpoint_dir / "config.json"
-    if name == "planted" and path.is_file():
+    if name == "planted" and has_file(path):
         own = read_json(path).get("planted")
         if isinstance(own, dict):
             chosen = {key: own[key] for key in ("seed", "role", "acceptance") if key in own}
     given = {"seed": seed, "role": role, "acceptance": acceptance, "head_qformat": head_qformat}
     chosen |= {key: value for key, value in given.items() if value is not None}
-    is_planned = name == "auto" and writes_nothing and path.is_file()
+    is_planned = name == "auto" and writes_nothing and has_file(path)
     return LoadFormat(name, **chosen, has_files=not is_planned or has_weights(checkpoint_dir))
 
 

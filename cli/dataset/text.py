@@ -13,7 +13,7 @@ from llmctl.cli.dataset.lengths import Lengths
 from llmctl.cli.dataset.rows import DatasetRow
 from llmctl.cli.tokenizer import Tokenizer
 from llmctl.errors import BadConfig
-from llmctl.quantize.format import clipped, load_strict
+from llmctl.quantize.format import clipped, load_strict, why_no_file
 
 DEFAULT_INPUT_KEY = "text"
 
@@ -118,7 +118,7 @@ def _read(options: TextOptions) -> list[Mapping[str, str]]:
     """.txt: a row a line. .jsonl: objects with string fields."""
     path = options.path
     if not path.is_file():
-        raise BadConfig(f"--input-file {path} does not exist")
+        raise BadConfig(f"--input-file {path} {why_no_file(path)}")
     if path.suffix not in (".txt", ".jsonl"):
         raise BadConfig(f"--input-file is {path}; its name must end in .txt or .jsonl")
     try:

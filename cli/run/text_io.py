@@ -18,7 +18,7 @@ from typing import Any
 from llmctl.cli.output_files import replacing
 from llmctl.cli.run.npy import read_integers
 from llmctl.errors import BadConfig
-from llmctl.quantize.format import load_strict, shown
+from llmctl.quantize.format import load_strict, shown, why_no_file
 
 # Keys a .jsonl row may have besides prompt/input_ids, with the types each may take.
 _NUMBER = (int, float)
@@ -66,8 +66,7 @@ def read_prompts(
             f"{option} is {path}; its name must end in one of {', '.join(readers)}",
         )
     if not path.is_file():
-        why = "is not a file" if path.exists() else "does not exist"
-        raise BadConfig(f"{option} {path} {why}")
+        raise BadConfig(f"{option} {path} {why_no_file(path)}")
     try:
         prompts = reader(path)
     except UnicodeDecodeError as error:

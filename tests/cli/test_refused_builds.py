@@ -173,7 +173,7 @@ def test_odd_rows_and_values_are_named(llmctl, engines, tmp_path):
     assert refused(done, "BadConfig", "does not exist")
     (tmp_path / "x.txt").mkdir()
     done = llmctl(*RUN, "--engine-dir", engines.target, "--input-file", tmp_path / "x.txt")
-    assert refused(done, "BadConfig", "is not a file")
+    assert refused(done, "BadConfig", "is a folder")
     sweep = ("--draft-engine", engines.draft, "--sweep-draft-len", "")
     done = llmctl("bench", "latency", "--engine-dir", engines.target, *sweep)
     assert done.code == 2 and refused(done, "BadConfig", "--sweep-draft-len")

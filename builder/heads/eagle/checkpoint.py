@@ -53,6 +53,7 @@ from llmctl.quantize.format import (
     QUANT_CONFIG_FILE,
     SINGLE_FILE,
     QuantizationInfo,
+    has_file,
     read_json,
     read_quantization,
 )
@@ -120,8 +121,8 @@ class OpenedHead:
 def is_eagle(folder: Path) -> bool:
     """Whether a folder seems to hold an EAGLE head. Raises CorruptFile."""
     file = folder / SINGLE_FILE
-    if not file.is_file():
-        return (folder / PICKLED_FILE).is_file()
+    if not has_file(file):
+        return has_file(folder / PICKLED_FILE)
     stored = read_header(file)
     return any(name.startswith((MIDLAYER, f"{FIRST}.")) for name in stored)
 
@@ -133,15 +134,15 @@ def open_head(folder: Path) -> OpenedHead:
     and Unsupported.
     """
     path, nested_path = folder / CONFIG_FILE, folder / QUANT_CONFIG_FILE
-    if not path.is_file():
+    if not has_file(path):
         raise CheckpointNotFound(
             f"{path} does not exist", fix="give the folder of an EAGLE head: --draft-model-dir HEAD"
         )
     file, pickled = folder / SINGLE_FILE, folder / PICKLED_FILE
     held: Mapping[str, torch.Tensor] = {}
-    if file.is_file():
+    if has_file(file):
         stored = read_header(file)
-    elif pickled.is_file():
+    elif has_file(pickled):
         file, held = pickled, read_pickled(pickled)
         stored = describe_pickled(pickled, held)
     else:
@@ -159,7 +160,7 @@ def open_head(folder: Path) -> OpenedHead:
     stated = None if any(name.startswith(MIDLAYER) for name in stored) else config.num_layers
     num_layers = count_layers(file, numbers, stated)
     version = 3 if any(name in found for name in ONLY_OF_3) else 1  # what the last version added
-    nested = read_json(nested_path) if nested_path.is_file() else None
+    nested = read_json(nested_path) if has_file(nested_path) else None
     quantization = read_quantization(read_json(path), nested, str(path))
     return OpenedHead(config, version, num_layers, file, found, held, quantization)
 

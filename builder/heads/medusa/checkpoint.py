@@ -27,6 +27,7 @@ from llmctl.quantize.format import (
     QUANT_CONFIG_FILE,
     SINGLE_FILE,
     QuantizationInfo,
+    has_file,
     read_json,
     read_quantization,
 )
@@ -107,12 +108,12 @@ def open_heads(folder: Path | None, target: Checkpoint) -> MedusaHeads:
     info = read_quantization(config, nested, str(folder / CONFIG_FILE))
     held: Mapping[str, torch.Tensor] = {}
     safe, pickled, whole = (folder / name for name in (SAFE_FILE, PICKLED_FILE, SINGLE_FILE))
-    if safe.is_file():
+    if has_file(safe):
         where, tensors = safe, read_header(safe)
-    elif pickled.is_file():
+    elif has_file(pickled):
         where, held = pickled, read_pickled(pickled)
         tensors = describe_pickled(pickled, held)
-    elif whole.is_file():
+    elif has_file(whole):
         where, tensors = whole, read_header(whole)
     else:
         raise CheckpointNotFound(
@@ -188,7 +189,7 @@ def _check(
 
 
 def _read_if_there(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if path.is_file() else None
+    return read_json(path) if has_file(path) else None
 
 
 def _matrix(where: Path, name: str, shape: tuple[int, ...]) -> tuple[int, int]:

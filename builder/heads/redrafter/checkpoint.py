@@ -38,6 +38,7 @@ from llmctl.quantize.format import (
     QUANT_CONFIG_FILE,
     SINGLE_FILE,
     QuantizationInfo,
+    has_file,
     read_json,
     read_quantization,
 )
@@ -100,7 +101,7 @@ class RecurrentHead:
 def is_redrafter(folder: Path) -> bool:
     """Whether a folder says, by its config.json, that it holds such a head."""
     path = folder / CONFIG_FILE
-    config = read_json(path) if path.is_file() else {}
+    config = read_json(path) if has_file(path) else {}
     return config.get("model_type") == _KIND or _is_converted(config)
 
 
@@ -112,11 +113,10 @@ def open_head(folder: Path) -> RecurrentHead:
     """The head of a folder.
 
     Raises CheckpointNotFound, CorruptFile, MissingTensor, UnexpectedTensor, BadTensorShape,
-    BadConfig (a config.json that says otherwise than the tensors), UnknownQuantization and
-    Unsupported.
+    BadConfig (config.json contradicts the tensors), UnknownQuantization and Unsupported.
     """
     path = folder / CONFIG_FILE
-    if not path.is_file():
+    if not has_file(path):
         raise CheckpointNotFound(
             f"{path} does not exist",
             fix="give the folder of a ReDrafter head: --draft-model-dir HEAD",
@@ -124,15 +124,15 @@ def open_head(folder: Path) -> RecurrentHead:
     config = read_json(path)
     is_converted = _is_converted(config)
     nested_path = folder / QUANT_CONFIG_FILE
-    nested = read_json(nested_path) if nested_path.is_file() else None
+    nested = read_json(nested_path) if has_file(nested_path) else None
     quantization = read_quantization(config, nested, str(path))
     file = folder / (CONVERTED_FILE if is_converted else SINGLE_FILE)
-    if not file.is_file():
+    if not has_file(file):
         raise CheckpointNotFound(
             f"{folder} has no {file.name}",
             fix="give the folder of a ReDrafter head: --draft-model-dir HEAD",
         )
-    if is_converted and (folder / SECOND_RANK).is_file():
+    if is_converted and has_file(folder / SECOND_RANK):
         raise Unsupported(
             f"{folder} holds a head that was split over several ranks",
             fix="convert it with --tp_size 1, or use the head as it was trained",
