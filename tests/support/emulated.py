@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -14,46 +14,71 @@ from llmctl.plugins.backends.cpu.compile import find_compiler
 from llmctl.plugins.core.cache_home import cache_home
 from llmctl.publish import write_cached
 
-_FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")
+_FLAGS = ("-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")
 _KEPT = cache_home() / "llmctl" / "emulated"
-# Of the C++ library: half of what compiling takes is reading them.
-_STANDARD = """algorithm atomic chrono cmath cstdio cstdlib cstring deque functional memory mutex
-random thread tuple utility vector"""
 
 
-def compile_cpp(text: str, headers: Sequence[Path], options: Sequence[str] = ()) -> ctypes.CDLL:
-    """A library of this C++. It is kept between runs, as kernels for a GPU are; headers: those that
-    the text includes, which may change."""
-    command = [*find_compiler(), *_FLAGS, *options]
-    parts = (text, *(path.read_text() for path in headers), *command, _version())
-    kept = _KEPT / f"{_key(*parts)}.so"
-    with tempfile.TemporaryDirectory() as folder:
-        if not kept.exists():
-            source, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-            source.write_text(text)
-            command += [*_standard_headers(), str(source), "-o", str(library)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[:4000]
-            write_cached(kept, library.read_bytes())
-        return ctypes.CDLL(str(kept))
+def compile_cpp(
+    text: str,
+    headers: Sequence[Path],
+    macros: Mapping[str, object] | None = None,
+    runtime: Sequence[Path] = (),
+) -> ctypes.CDLL:
+    """A library of this C++. It is kept between runs, as kernels for a GPU are.
+
+    headers: what it begins with, and what that includes; compiled once, so they may not depend on
+    the macros. runtime: C++ that is compiled once for all libraries, to run fast, and what it
+    includes beside these.
+    """
+    text = "".join(f"#define {k} {v}\n" for k, v in (macros or {}).items()) + text
+    linked = [str(_compiled_runtime(*runtime, *headers))] if runtime else []
+    command = [*find_compiler(), *_FLAGS, "-O1", "-include", _compiled_header(*headers)]
+    kept = _KEPT / f"{_key(text, *command, *linked)}.so"
+    if not kept.exists():
+        _compile(text, command, kept, linked)
+    return ctypes.CDLL(str(kept))
 
 
 @cache
-def _standard_headers() -> tuple[str, ...]:
-    """Options that include the standard headers as the compiler has kept them; with other options
-    it reads them again."""
-    text = "#pragma once\n" + "".join(f"#include <{name}>\n" for name in _STANDARD.split())
-    command = [*find_compiler(), *_FLAGS]
-    header = _KEPT / f"{_key(text, *command, _version())}.h"
-    compiled = header.with_name(f"{header.name}.gch")
+def _compiled_header(first: Path, *others: Path) -> str:
+    """Half of what compiling takes is reading headers. Where the compiler finds none that it has
+    kept for its options, as with a macro that these mention, it reads them again."""
+    command = [*find_compiler(), *_FLAGS, "-O1"]
+    own = _KEPT / _key(*_texts(first, *others), *command, _version())
+    compiled = own / f"{first.name}.gch"
     if not compiled.exists():
-        write_cached(header, text.encode())
+        for header in (first, *others):
+            write_cached(own / header.name, header.read_bytes())
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / "standard.gch"
-            command += ["-x", "c++-header", str(header), "-o", str(made)]
+            made = Path(folder) / "made.gch"
+            command += ["-x", "c++-header", str(own / first.name), "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True)
             write_cached(compiled, made.read_bytes())
-    return "-include", str(header)
+    return str(own / first.name)
+
+
+@cache
+def _compiled_runtime(source: Path, *included: Path) -> Path:
+    command = [*find_compiler(), *_FLAGS, "-O3", f"-I{source.parent}"]
+    kept = _KEPT / f"{_key(*_texts(source, *included), *command, _version())}.so"
+    if not kept.exists():
+        _compile(source.read_text(), command, kept)
+    return kept
+
+
+def _compile(text: str, command: Sequence[str], kept: Path, linked: Sequence[str] = ()) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+        source.write_text(text)
+        done = subprocess.run(
+            [*command, str(source), *linked, "-o", str(library)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[:4000]
+        write_cached(kept, library.read_bytes())
+
+
+def _texts(*paths: Path) -> list[str]:
+    return [path.read_text() for path in paths]
 
 
 def _key(*parts: str) -> str:

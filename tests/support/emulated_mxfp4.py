@@ -9,11 +9,10 @@ from pathlib import Path
 from llmctl.plugins.backends.cuda.compiler import PLUGINS
 from support.emulated import compile_cpp
 
-_NUMBERS = Path(__file__).with_name("emulated_numbers.h")
+_HEADERS = [Path(__file__).with_name(f"emulated_{name}.h") for name in ("numbers", "fibers")]
 _HEAD = """
 #include <cstdint>
 #include <cstring>
-#include "HEADER"
 using emu::u16; using emu::u32; using emu::u64;
 """
 _BODIES = {  # functions of the source, in C++
@@ -64,9 +63,9 @@ def as_cpp() -> str:
         "{ return emu::e4m3(a) | u32(emu::e4m3(b)) << 8; } };"
         "inline float __uint_as_float(u32 x) { return emu::number(x); }"
     )
-    return _HEAD.replace("HEADER", str(_NUMBERS)) + shared + numbers + text + _TAIL
+    return _HEAD + shared + numbers + text + _TAIL
 
 
 def compile_mxfp4() -> ctypes.CDLL:
     """`make_all` of one packed block."""
-    return compile_cpp(as_cpp(), [_NUMBERS], ["-DDEVICE=inline"])
+    return compile_cpp(as_cpp(), _HEADERS, {"DEVICE": "inline"})

@@ -22,7 +22,7 @@ MEETING = "ops/all_reduce/meeting.cuh"
 EPILOGUE = "ops/packed_linear/epilogue_values.cuh"
 PRODUCT = "the epilogue of products that hand their sums on"
 THREADS = 8  # of a block, but where norms are: instead of the GPU's, for these are the system's
-CUDA = Path(__file__).with_name("emulated_cuda.h")
+CUDA, NORM_MATH = (Path(__file__).with_name(f"emulated_{n}.h") for n in ("cuda", "norms"))
 _PTX = {  # functions of the sources, in C++
     "now_ns": "return std::chrono::steady_clock::now().time_since_epoch().count();",
     "read_host": "return __atomic_load_n(lost, __ATOMIC_RELAXED);",
@@ -93,11 +93,9 @@ extern "C" void launch(int grid, int cluster, {parameters}) {{
   run_blocks(grid, cluster, THREADS, [=] {{ {name}({names}); }});
 }}
 """
-    return f'#include "{CUDA}"\n{text}{launch}'
+    return f"{NORM_MATH.read_text() if source == NORM else ''}{text}{launch}"
 
 
 def compile_peers(source: str = EXCHANGE, **macros: object) -> ctypes.CDLL:
     """The kernel of these macros; `launch` returns when all of its blocks are done."""
-    return compile_cpp(
-        as_cpp(source), [CUDA], [f"-D{key}={value}" for key, value in macros.items()]
-    )
+    return compile_cpp(as_cpp(source), [CUDA], macros)

@@ -1,112 +1,30 @@
-// Products of warpgroups on a CPU: they happen when they are waited for, so that what is overwritten too early shows.
+// Products of a warp's matrices, and of warpgroups: these happen when they are waited for, so that what is overwritten too
+// early shows.
 #pragma once
 
 #include "emulated_numbers.h"
 
 namespace emu {
-inline void add_product(float* d, int columns, u64 a, u64 b, int add, bool is_e4m3 = false) {  // both in shared memory
-  now->open_products.push_back({d, {}, b, columns, add, a | u64(1) << 63, is_e4m3});
+u32 transposed(u32 x);
+// d += a[16 x 16] b[16 x 8]; sums of another order than a GPU's, the same for all that computes them here.
+void multiply(bool is_half, float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
+inline void multiply(const char* types, float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                     u32 b1) {
+  multiply(types[0] == 'f', d0, d1, d2, d3, a0, a1, a2, a3, b0, b1);
 }
-inline void add_product(float* d, int columns, const u32* a, u64 b, int add) {
-  now->open_products.push_back({d, {a[0], a[1], a[2], a[3]}, b, columns, add});
-}
-// A 16-bit number of a right operand: rows of 128 bytes with the 128-byte swizzle, atoms of eight as far apart as it says. Of
-// a transposed one, which says how far apart 64 of its rows are, lines of 128 bytes are numbers k.
-inline float of_operand(u64 operand, int row, int k) {
-  static const std::vector<float> numbers = [] {
-    std::vector<float> all(1 << 16);
-    for (u32 h = 0; h < 1 << 16; ++h) all[h] = from_half(u16(h));
-    return all;
-  }();
-  u32 at = u32(operand & 0x3FFF) << 4;
-  const u32 far = u32(operand >> 32 & 0x3FFF) << 4, beside = u32(operand >> 16 & 0x3FFF) << 4;
-  if (beside > 16) at += row / 64 * beside + k / 8 * far + k % 8 * 128 + row % 64 * 2;
-  else at += row / 8 * far + row % 8 * 128 + k * 2;
-  at ^= (at >> 7 & 7) << 4;
-  if (at + 2 > now->own->size) fail("an operand outside of shared memory", at);
-  return numbers[*(const u16*)(now->own->memory + at)];
-}
-struct Fp8 { float number; int exponent; };  // of an E4M3 number's code
-inline const Fp8* fp8_numbers() {
-  static const std::vector<Fp8> numbers = [] {
-    std::vector<Fp8> all(256);
-    for (int x = 0; x < 256; ++x) all[x] = {from_half(half_of_e4m3(u8(x))), std::max(x >> 3 & 15, 1) - 7};
-    return all;
-  }();
-  return numbers.data();
-}
-// Products of E4M3 numbers, 32 deep where those of 16 bits are 16 deep, as tensor cores add them (fp8_sums.py).
-inline void finish_fp8(const Product& its) {
-  const Fp8* numbers = fp8_numbers();
-  std::memcpy(warp().shown[lane()], its.a, 16);
-  sync_warp();
-  for (int i = 0; i < its.columns / 2; ++i) {
-    const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
-    const float sum = its.add ? its.d[i] : 0.0f;
-    int most = -1000;
-    if (sum != 0) std::frexp(sum, &most), --most;
-    float products[32];
-    for (int k = 0; k < 32; ++k) {
-      const u32* a = (const u32*)warp().shown[lane() / 4 * 4 + k % 16 / 4];
-      u32 at = (u32(its.b & 0x3FFF) << 4) + column / 8 * (u32(its.b >> 32 & 0x3FFF) << 4) + column % 8 * 128 + k;
-      at ^= (at >> 7 & 7) << 4;
-      if (at >= now->own->size) fail("an operand outside of shared memory", at);
-      const Fp8 left = numbers[a[i / 2 % 2 + k / 16 * 2] >> k % 4 * 8 & 255], right = numbers[now->own->memory[at]];
-      products[k] = left.number * right.number;
-      if (products[k] != 0) most = std::max(most, left.exponent + right.exponent);
-    }
-    const double unit = most > -1000 ? std::ldexp(1.0, 13 - most) : 1.0;
-    double all = double((long long)(sum * unit));  // all parts are cut towards zero
-    for (float x : products) all += x == x ? double((long long)(x * unit)) : NAN;
-    its.d[i] = number(bits(float(all / unit)) & ~1023u);
-  }
-  sync_warp();
-}
-// Sums of another order than a GPU's, the same for all that computes them here.
-inline void finish(Product its) {
-  if (its.left) {
-    for (int i = 0; i < 4; ++i) {
-      const int row = now->thread.x / 32 % 4 * 16 + lane() / 4 + i % 2 * 8;
-      u32 at = (u32(its.left & 0x3FFF) << 4) + row / 8 * 1024 + row % 8 * 128 + lane() % 4 * 4 + i / 2 * 16;
-      at ^= (at >> 7 & 7) << 4;
-      if (at + 4 > now->own->size) fail("an operand outside of shared memory", at);
-      std::memcpy(&its.a[i], now->own->memory + at, 4);
-    }
-  }
-  if (its.is_e4m3) return finish_fp8(its);
-#ifdef FP8_PRODUCTS
-  return finish_fp8(its);
-#endif
-  for (int i = 0; i < 8; ++i) {
-    ((float*)warp().shown[lane()])[i] = from_half(u16(its.a[i / 2] >> i % 2 * 16));
-  }
-  sync_warp();
-  for (int i = 0; i < its.columns / 2; ++i) {
-    double sum = its.add ? its.d[i] : 0.0f;
-    for (int k = 0; k < 16; ++k) {
-      const float* a = (const float*)warp().shown[lane() / 4 * 4 + k % 8 / 2];
-      sum += double(a[2 * (i / 2 % 2 + k / 8 * 2) + k % 2]) *
-             of_operand(its.b, i / 4 * 8 + lane() % 4 * 2 + i % 2, k);
-    }
-    its.d[i] = float(sum);
-  }
-  sync_warp();
-}
+void add_product(float* d, int columns, u64 a, u64 b, int add, bool is_e4m3 = false);  // both in shared memory
+void add_product(float* d, int columns, const u32* a, u64 b, int add);
+void commit_products();
+void wait_for_products(int pending);
 }  // namespace emu
 
 inline emu::u64 operand(emu::u32 address) {
   return emu::u64(address >> 4) | emu::u64(1024 >> 4) << 32;
 }
 inline void product_fence() {}
-inline void product_commit() {
-  emu::now->products.push_back(std::move(emu::now->open_products));
-  emu::now->open_products.clear();
-}
+inline void product_commit() { emu::commit_products(); }
 template <int PENDING>
-void product_wait() {
-  for (auto& its = emu::now->products; int(its.size()) > PENDING; its.pop_front())
-    for (const emu::Product& each : its.front()) emu::finish(each);
-}
+void product_wait() { emu::wait_for_products(PENDING); }
 template <int COUNT>
 void keep_order(float (&)[COUNT]) {}
 

@@ -20,9 +20,10 @@ from llmctl.plugins.backends.cuda.compiler import PLUGINS
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, TensorMap
 from support.emulated import compile_cpp
 
-_HEADERS = [
-    Path(__file__).with_name(f"emulated_{n}.h") for n in ("warps", "fibers", "numbers", "products")
-]
+_HEADERS, _RUNTIME = (
+    [Path(__file__).with_name(f"emulated_{name}") for name in names.split()]
+    for names in ("warps.h products.h numbers.h fibers.h", "runtime.cpp sums.h blocks.h")
+)
 _PRODUCTS = (
     "// ---- warpgroup products ----"  # of hopper.cuh: emulated_products.h has what is used here
 )
@@ -207,13 +208,14 @@ def compiled(spec: KernelSpec) -> ctypes.CDLL:
         return _libraries[spec.name]
     launch = f"""
 extern "C" void launch(int x, int y, int z, int together, int seed, int late, void** values) {{
+  emu::is_e4m3 = {int(spec.constants.get("FP8_PRODUCTS", 0))};
   emu::run_grid(x, y, z, together, {32 * spec.num_warps}, {spec.shared_bytes}, seed, late,
-                [=] {{ emu::call({spec.entry}, values); }});
+                [](void** values) {{ emu::call({spec.entry}, values); }}, values);
 }}
 """
-    text = f'#include "{_HEADERS[0]}"\n{as_cpp(spec.source)}{launch}'
-    defined = [f"-D{k}={int(v) if isinstance(v, bool) else v}" for k, v in spec.constants.items()]
-    return _libraries.setdefault(spec.name, compile_cpp(text, _HEADERS, defined))
+    macros = {k: int(v) if isinstance(v, bool) else v for k, v in spec.constants.items()}
+    library = compile_cpp(as_cpp(spec.source) + launch, _HEADERS, macros, _RUNTIME)
+    return _libraries.setdefault(spec.name, library)
 
 
 def run(
