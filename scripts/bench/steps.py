@@ -24,8 +24,9 @@ import torch
 
 from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.plugins.ops.packed_linear.tactics import tactic_of
-from llmctl.plugins.ops.paged_attention import kernel, verification
-from llmctl.plugins.ops.paged_attention.verification import Variant
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.verification import verification
+from llmctl.plugins.ops.paged_attention.verification.verification import Variant
 from scripts.bench.layers_support import CONTEXT, Model
 from scripts.bench.rows import weight_bytes
 from scripts.models.planted_shapes import SHAPES

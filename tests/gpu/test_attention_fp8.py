@@ -11,8 +11,8 @@ from support.attention import FP8, Part, World, same_bits
 from support.fp8_attention import Fp8World
 from support.gpu import execute
 
-from llmctl.plugins.ops.paged_attention import chunk_fp8
-from llmctl.plugins.ops.paged_attention.fp8_reference import attend
+from llmctl.plugins.ops.paged_attention.chunk_fp8 import chunk_fp8
+from llmctl.plugins.ops.paged_attention.chunk_fp8.reference import attend
 
 LENGTHS = (5000, 1500, 600, 300, 40)
 ENDS = {0: 4864, 1: 1280, 2: 512, 3: 256}

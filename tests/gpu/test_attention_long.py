@@ -12,8 +12,11 @@ from support.attention import FP8, INT8, Part, World, run_one, same_bits
 from support.gpu import execute
 from support.long import BLOCK_ROWS, attend_long
 
-from llmctl.plugins.ops.paged_attention import batch, kernel, long, long_batch
-from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.batch import batch
+from llmctl.plugins.ops.paged_attention.long import long
+from llmctl.plugins.ops.paged_attention.long_batch import long_batch
+from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, MOST_UNIT
 
 LENGTHS = (40_000, 20_000, 9_000)
 EDGES = (LENGTHS[0], batch.LONG + 100, 16 * MOST_UNIT * KEYS + 1, 32_768, 33_000)

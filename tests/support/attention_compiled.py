@@ -16,8 +16,11 @@ import torch
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
-from llmctl.plugins.ops.paged_attention import batch, chunk, kernel, verification
-from llmctl.plugins.ops.paged_attention.triton_specs import split_spec
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.batch import batch
+from llmctl.plugins.ops.paged_attention.chunk import chunk
+from llmctl.plugins.ops.paged_attention.triton.specs import split_spec
+from llmctl.plugins.ops.paged_attention.verification import verification
 from support.attention import FP8, World
 from support.attention_models import CACHES, world_of
 from support.kernel import compile_all

@@ -10,9 +10,15 @@ from unittest import mock
 import torch
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
-from llmctl.plugins.ops.paged_attention import batch, long, long_batch
-from llmctl.plugins.ops.paged_attention.launch_arguments import logit_scale, own_tensors, partials
-from llmctl.plugins.ops.paged_attention.tiles import KEYS
+from llmctl.plugins.ops.paged_attention.batch import batch
+from llmctl.plugins.ops.paged_attention.long import long
+from llmctl.plugins.ops.paged_attention.long_batch import long_batch
+from llmctl.plugins.ops.paged_attention.shared.launch_arguments import (
+    logit_scale,
+    own_tensors,
+    partials,
+)
+from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS
 from support.attention import Execute, Part, World, run_one
 
 BOUND = batch.LONG + 1  # tokens of a context, as far as a launch knows

@@ -14,7 +14,7 @@
 #define QUERY_BYTES 0
 #define UNIT 1
 namespace attention {
-#include "ops/paged_attention/batch_state.cuh"
+#include "ops/paged_attention/batch/state.cuh"
 
 static_assert(TOKENS * GROUP <= COLUMNS, "the rows of a request are the columns of a product");
 constexpr int SLICES = NUM_BLOCKS / HEADS;  // blocks that share the merge of a head

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.packed_linear.arguments import form_of, is_fp8, name_of
 from llmctl.plugins.ops.packed_linear.norm import norm_call
-from llmctl.plugins.ops.paged_attention.batch import covers_batch
+from llmctl.plugins.ops.paged_attention.batch.batch import covers_batch
 from llmctl.plugins.schemes import table as schemes
 
 if TYPE_CHECKING:

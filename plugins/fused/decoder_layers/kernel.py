@@ -36,7 +36,7 @@ from llmctl.plugins.fused.decoder_layers.tactics import (
     shape_key,
     stored_tactics,
 )
-from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT, count_units
+from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, MOST_UNIT, count_units
 from llmctl.plugins.schemes.table import form_macros
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ generation.cu processes the short requests; where many requests have one or two 
 contexts are long, batch.cu; where contexts are long and requests have more tokens, long.cu or, for
 some batches of chains, long_batch.cu; where many have more, tree.cu. chunk.cu processes context
 chunks, but for tokens with FP8 products, which are chunk_fp8.cu's. In steps with trees one kernel
-that supports paths serves the short (long.py, tree.py, triton_tree.py).
+that supports paths serves the short (long, tree, triton/tree.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
 )
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.paged_attention import tree
-from llmctl.plugins.ops.paged_attention.batch import (
+from llmctl.plugins.ops.paged_attention.batch.batch import (
     FEW_GROUPS,
     MAX_ROWS,
     batch_launch,
@@ -36,36 +35,44 @@ from llmctl.plugins.ops.paged_attention.batch import (
     is_long,
     most_tokens,
 )
-from llmctl.plugins.ops.paged_attention.chunk import chunk_launches, chunk_specs, covers_chunks
-from llmctl.plugins.ops.paged_attention.chunk_fp8 import (
+from llmctl.plugins.ops.paged_attention.chunk.chunk import (
+    chunk_launches,
+    chunk_specs,
+    covers_chunks,
+)
+from llmctl.plugins.ops.paged_attention.chunk_fp8.chunk_fp8 import (
     fp8_launches,
     fp8_specs,
     has_fp8_context,
 )
 from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
-from llmctl.plugins.ops.paged_attention.generation import (
+from llmctl.plugins.ops.paged_attention.generation.generation import (
     choose_cut,
     covers,
     generation_launch,
     generation_specs,
 )
-from llmctl.plugins.ops.paged_attention.launch_arguments import (
+from llmctl.plugins.ops.paged_attention.long.long import cut_of, long_launch, long_specs
+from llmctl.plugins.ops.paged_attention.long_batch.long_batch import (
+    long_batch_launch,
+    long_batch_specs,
+)
+from llmctl.plugins.ops.paged_attention.shared.launch_arguments import (
     logit_scale,
     own_tensors,
     partials,
 )
-from llmctl.plugins.ops.paged_attention.long import cut_of, long_launch, long_specs
-from llmctl.plugins.ops.paged_attention.long_batch import long_batch_launch, long_batch_specs
-from llmctl.plugins.ops.paged_attention.source_specs import SHORT, group_size
-from llmctl.plugins.ops.paged_attention.tiles import count_units
-from llmctl.plugins.ops.paged_attention.triton_specs import (
+from llmctl.plugins.ops.paged_attention.shared.source_specs import SHORT, group_size
+from llmctl.plugins.ops.paged_attention.shared.tiles import count_units
+from llmctl.plugins.ops.paged_attention.tree import tree
+from llmctl.plugins.ops.paged_attention.triton.specs import (
     ROWS,
     context_rows,
     context_spec,
     split_spec,
     window_arguments,
 )
-from llmctl.plugins.ops.paged_attention.verification import (
+from llmctl.plugins.ops.paged_attention.verification.verification import (
     choose_variant,
     verification_launch,
     verification_specs,

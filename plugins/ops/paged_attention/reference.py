@@ -8,7 +8,8 @@ The tokens of a request with a tree (`StepInputs.trees`) see, after the context 
 the tokens on their own path alone, in the order of the path. So each gets what it would get if its
 path were decoded token by token.
 
-With `fp8_context` tokens before `StepInputs.context_end` have FP8 products (fp8_reference.py).
+With `fp8_context` tokens before `StepInputs.context_end` have FP8 products
+(chunk_fp8/reference.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from llmctl.plugins.core.calls import StepInputs
-from llmctl.plugins.ops.paged_attention import fp8_reference
+from llmctl.plugins.ops.paged_attention.chunk_fp8 import reference as fp8_reference
 from llmctl.plugins.ops.quantize.reference import quantize_static
 
 _ONE = torch.ones(1)

@@ -13,8 +13,8 @@ import triton.language as tl
 from llmctl.errors import KernelCompileError
 from llmctl.plugins.backends.cuda.sources import included_files, load_function, triton_sources
 
-CONTEXT = "llmctl.plugins.ops.paged_attention.triton_context:context"
-GENERATION = "llmctl.plugins.ops.paged_attention.triton_generation:generation"
+CONTEXT = "llmctl.plugins.ops.paged_attention.triton.context:context"
+GENERATION = "llmctl.plugins.ops.paged_attention.triton.generation:generation"
 READ = """
 import json, sys
 from llmctl.plugins.backends.cuda.sources import load_function, triton_sources

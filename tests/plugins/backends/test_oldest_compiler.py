@@ -15,7 +15,7 @@ from llmctl.builder.engine_kernels import kernel_specs
 from llmctl.plugins.backends.cuda import nvrtc
 from llmctl.plugins.backends.cuda.compiler import PLUGINS, compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
-from llmctl.plugins.ops.paged_attention import chunk_fp8
+from llmctl.plugins.ops.paged_attention.chunk_fp8 import chunk_fp8
 from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from scripts.bench.plan_support import plan_shape, planned
 from scripts.models.planted_shapes import SHAPES
@@ -23,9 +23,9 @@ from scripts.models.planted_shapes import SHAPES
 OF_TREES = " of trees"
 # Bytes a thread, where tests of the kernel say why.
 SPILLS = {
-    "ops/paged_attention/long.cu": 64,
-    "ops/paged_attention/long_batch.cu": 64,
-    "ops/paged_attention/chunk.cu": 32,
+    "ops/paged_attention/long/long.cu": 64,
+    "ops/paged_attention/long_batch/long_batch.cu": 64,
+    "ops/paged_attention/chunk/chunk.cu": 32,
 }
 OLDEST = Path(sys.prefix) / "oldest-nvrtc"  # scripts/test installs it
 

@@ -15,8 +15,9 @@ from support.attention_models import OF_SIZE, world_of
 from support.kernel import compile_all
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
-from llmctl.plugins.ops.paged_attention import batch, kernel
-from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT, count_units
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.batch import batch
+from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, MOST_UNIT, count_units
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (4096,), "kv_dtype": FP8}
 

@@ -15,7 +15,8 @@ from llmctl.plugins.backends.cuda.compiler import (
     is_needed,
 )
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
-from llmctl.plugins.ops.paged_attention import chunk, kernel
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.chunk import chunk
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (700, 333), "kv_dtype": FP8}
 PROMPT: list[Part] = [(0, 0, 700)]
@@ -75,7 +76,7 @@ def test_it_serves_chunks_and_what_is_beside_them():
     needed = [spec for spec in built if is_needed(spec, HOPPER.capability)]
     assert all(each.spec in needed for each in (alone, *beside))
     (triton,) = [spec for spec in built if spec.unused_on]
-    assert triton.source.endswith("triton_context:context") and is_needed(triton, "8.9")
+    assert triton.source.endswith("triton.context:context") and is_needed(triton, "8.9")
     assert not is_needed(triton, HOPPER.capability), "an engine for Hopper would never launch it"
     (short,) = launches_of(world, [(0, 0, 18)])
     assert short.grid == (16, 1, 1)  # an item for each KV head, and those that a request may add
@@ -96,7 +97,7 @@ def test_it_serves_chunks_and_what_is_beside_them():
 def test_what_it_does_not_cover_stays_with_the_triton_kernel(other):
     world = World(**{**MODEL, **other})
     launches = launches_of(world, PROMPT)
-    assert launches[0].spec.source.endswith("triton_context:context")
+    assert launches[0].spec.source.endswith("triton.context:context")
     assert all(spec.entry != "chunk" for spec in kernel.kernels(world.call(PROMPT), world.limits()))
 
 

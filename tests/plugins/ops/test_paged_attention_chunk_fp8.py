@@ -16,9 +16,10 @@ from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
-from llmctl.plugins.ops.paged_attention import chunk_fp8, kernel, reference
+from llmctl.plugins.ops.paged_attention import kernel, reference
+from llmctl.plugins.ops.paged_attention.chunk_fp8 import chunk_fp8
+from llmctl.plugins.ops.paged_attention.chunk_fp8.reference import KEYS, MOST_UNIT
 from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
-from llmctl.plugins.ops.paged_attention.fp8_reference import KEYS, MOST_UNIT
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "lengths": (700, 333)}
 PROMPT: list[Part] = [(0, 0, 700)]

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from llmctl.plugins.ops.paged_attention import fp8_reference, reference
-from llmctl.plugins.ops.paged_attention.fp8_reference import attend, quantize_queries
+from llmctl.plugins.ops.paged_attention import reference
+from llmctl.plugins.ops.paged_attention.chunk_fp8 import reference as fp8_reference
+from llmctl.plugins.ops.paged_attention.chunk_fp8.reference import attend, quantize_queries
 
 SIZE = 128
 E4M3 = torch.float8_e4m3fn

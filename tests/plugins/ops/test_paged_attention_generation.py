@@ -11,8 +11,9 @@ from support.attention_models import OF_SIZE, world_of
 from support.kernel import compile_all
 
 from llmctl.plugins.backends.cuda.compiler import compile_kernel
-from llmctl.plugins.ops.paged_attention import generation, kernel
-from llmctl.plugins.ops.paged_attention.tiles import count_units
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.generation import generation
+from llmctl.plugins.ops.paged_attention.shared.tiles import count_units
 
 MODEL = {
     "heads": 64,

@@ -9,7 +9,7 @@ from support import emulated_warps
 from support.attention import FP8, World
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
-from llmctl.plugins.ops.paged_attention.chunk import images_spec
+from llmctl.plugins.ops.paged_attention.chunk.chunk import images_spec
 
 # Requests are read 32 at a time, and most have one token.
 LENGTHS = (700, 64, 1, 333, 129, *[30] * 40, 200)

@@ -18,8 +18,8 @@ from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch
 from llmctl.plugins.core.examples import Example, make_example
 from llmctl.plugins.ops.paged_attention import kernel
 from llmctl.plugins.ops.paged_attention.reference import reference
+from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, MOST_UNIT, count_units, unit_start
 from llmctl.plugins.ops.paged_attention.spec import SPEC
-from llmctl.plugins.ops.paged_attention.tiles import KEYS, MOST_UNIT, count_units, unit_start
 
 CASES = [
     case

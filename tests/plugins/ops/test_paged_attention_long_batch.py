@@ -10,7 +10,8 @@ import pytest
 from support.attention import FP8, World, short_launch
 from support.kernel import compile_all
 
-from llmctl.plugins.ops.paged_attention import batch, long_batch
+from llmctl.plugins.ops.paged_attention.batch import batch
+from llmctl.plugins.ops.paged_attention.long_batch import long_batch
 
 WIDE = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (64, 64), "kv_dtype": FP8}
 NARROW = {**WIDE, "heads": 32}

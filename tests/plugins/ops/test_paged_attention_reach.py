@@ -14,8 +14,9 @@ from support.attention import FP8, INT8, World
 from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.compiler import is_needed
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, LaunchEnv, StepLimits, StepShape
-from llmctl.plugins.ops.paged_attention import kernel, verification
-from llmctl.plugins.ops.paged_attention.source_specs import SHORT
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.shared.source_specs import SHORT
+from llmctl.plugins.ops.paged_attention.verification import verification
 
 # Query heads, KV heads, head size, type of the cache.
 MODELS = {

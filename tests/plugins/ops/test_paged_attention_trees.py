@@ -20,10 +20,10 @@ from support.trees import (
 )
 
 from llmctl.plugins.backends.cuda.interpret import run_launches
-from llmctl.plugins.ops.paged_attention import triton_generation
 from llmctl.plugins.ops.paged_attention.reference import reference
-from llmctl.plugins.ops.paged_attention.triton_state import attend, sees, widen
-from llmctl.plugins.ops.paged_attention.triton_tiles import keys_of, load_keys
+from llmctl.plugins.ops.paged_attention.triton import generation as triton_generation
+from llmctl.plugins.ops.paged_attention.triton.state import attend, sees, widen
+from llmctl.plugins.ops.paged_attention.triton.tiles import keys_of, load_keys
 
 
 def execute(launches) -> None:

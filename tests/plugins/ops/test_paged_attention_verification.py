@@ -13,9 +13,10 @@ from support.attention_models import OF_SIZE
 from support.kernel import compile_all
 
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
-from llmctl.plugins.ops.paged_attention import kernel, verification
-from llmctl.plugins.ops.paged_attention.tiles import count_units
-from llmctl.plugins.ops.paged_attention.tree import count_parts, tree_spec
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.shared.tiles import count_units
+from llmctl.plugins.ops.paged_attention.tree.tree import count_parts, tree_spec
+from llmctl.plugins.ops.paged_attention.verification import verification
 
 WIDE = {
     "heads": 64,

@@ -13,8 +13,9 @@ from support.trees import differing_chosen, differing_tokens, random_parents
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch, LaunchEnv
 from llmctl.plugins.core.calls import StepInputs
-from llmctl.plugins.ops.paged_attention import kernel, tree
-from llmctl.plugins.ops.paged_attention.verification import Variant
+from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention.tree import tree
+from llmctl.plugins.ops.paged_attention.verification.verification import Variant
 
 
 class Compiled(World):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from llmctl.plugins.ops.paged_attention.triton_tiles import next_unit, unit_index, unit_start
+from llmctl.plugins.ops.paged_attention.triton.tiles import next_unit, unit_index, unit_start
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Many requests of one or two tokens, or few tokens in long contexts."""

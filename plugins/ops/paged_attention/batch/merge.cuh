@@ -1,0 +1,200 @@
+// How the warps that share a long context in batch.cu merge its work items together: some wait for all others; each
+// of these takes lines of the states, one sum a lane, and goes through all stored entries from left to right. Used
+// where all warps of the launch run at once.
+//
+// What an entry and all before it are multiplied by depends on their largest logits alone, so all lanes find these
+// factors first, eight entries at a time, while the sums are on their way.
+#pragma once
+
+#include "ops/paged_attention/batch/state.cuh"
+#include "ops/paged_attention/shared/output.cuh"
+
+constexpr int STATE_LINES = STEPS * 4 + 3;  // of a block of columns: sums, two of `largest`, `total`
+constexpr int SUM_LINES = COLUMN_BLOCKS * STEPS * 4;  // of 32 floats
+constexpr int HALF_LINES = STEPS * 2;  // of a block's sums, those of one `largest`
+// Of an entry in the ring: a line of sums; `largest` and `total` of four columns; factors of four columns.
+constexpr int SUM_BYTES = 128, TOP_BYTES = 32, FACTOR_BYTES = 4 * 16;
+// Entries in the ring at once. Columns' factors lie 16 bytes apart on the banks.
+constexpr int FETCHED = (SLOTS * TILE_BYTES - 64) / (SUM_BYTES + TOP_BYTES + FACTOR_BYTES) / 8 * 8;
+constexpr int COLUMN_BYTES = FETCHED * 16 + 16;
+static_assert(FETCHED >= 32, "room for work items");
+
+// The number of warps of a context that arrived before; what they stored may be read.
+DEVICE int arrive_at(int* counter) {
+  int before = 0;
+  __syncwarp();
+  if (threadIdx.x == 0) {
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(counter)
+                 : "memory");
+  }
+  before = __shfl_sync(~0u, before, 0);
+  __syncwarp();
+  return before;
+}
+
+// Waits until so many have arrived; what they stored may be read.
+DEVICE void wait_for_parts(const int* counter, int count) {
+  if (threadIdx.x == 0) {
+    int arrived = 0;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+    } while (arrived < count);
+  }
+  __syncwarp();
+}
+
+// The last one to leave, of `parts` that arrived and `mergers` that leave, sets the counter to zero.
+DEVICE void leave_parts(int* counter, int parts, int mergers) {
+  if (threadIdx.x != 0) return;
+  int left;
+  asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;"
+               : "=r"(left)
+               : "l"(counter)
+               : "memory");
+  if (left == parts + mergers - 1) *counter = 0;
+}
+
+DEVICE float load_shared_float(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
+// What an entry does to a column of all before it, as in StateOf::append: sums are multiplied by `left` and the
+// entry's by `right` added; `total` is the entry's total times `right`.
+struct Factors {
+  float left, right, total;
+
+  DEVICE void store(u32 address) const {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(left), "f"(right),
+                 "f"(total), "f"(total)
+                 : "memory");
+  }
+  DEVICE void load(u32 address) {
+    float unused;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(left), "=f"(right), "=f"(total), "=f"(unused)
+                 : "r"(address)
+                 : "memory");
+  }
+};
+
+// One line of the sums of all entries, as StateOf::append merges them.
+struct MergedLine {
+  float total, sum;
+  u32 sums, tops, factors;  // in the ring
+
+  DEVICE explicit MergedLine(u32 ring)
+      : sums(ring), tops(ring + FETCHED * SUM_BYTES), factors(tops + FETCHED * TOP_BYTES) {}
+
+  // Of a line's four columns: a lane copies the `largest` or the `total` of every 16th entry.
+  DEVICE void copy_tops(const float* block, int stride, int count, int column) const {
+    const int lane = lane_id(), inside = lane % 2 ? (STEPS * 4 + 2) * 32 + column * 4 : (STEPS * 4 + column) * 32;
+    const float* from = block + lane / 2 * stride + inside;
+    u32 to = tops + lane * 16;
+#pragma unroll 2
+    for (int nth = lane / 2; nth < count; nth += 16) {
+      copy_chunk(to, from);
+      from += 16 * stride, to += 16 * TOP_BYTES;
+    }
+    commit_copies();
+  }
+  DEVICE void copy_sums(const float* block, int stride, int count, int i) const {
+    const int lane = lane_id();
+    const float* from = block + lane / 8 * stride + i * 32 + lane % 8 * 4;
+    u32 to = sums + lane * 16;
+#pragma unroll 4
+    for (int nth = lane / 8; nth < count; nth += 4) {
+      copy_chunk(to, from);
+      from += 4 * stride, to += 4 * SUM_BYTES;
+    }
+    commit_copies();
+  }
+
+  // The factors of `count` entries. Eight groups of four lanes have a range each, a lane a column. Returns the largest
+  // logit of the lane's column, of these entries and `largest`, that of all before.
+  DEVICE float find_factors(int count, float largest) const {
+    const int group = lane_id() / 4, column = lane_id() % 4, each = (count + 7) / 8;
+    const int begin = min(group * each, count), end = min(begin + each, count);
+    const u32 its = tops + column * 4;
+    float top = minus_infinity();
+#pragma unroll 4
+    for (int nth = begin; nth < end; ++nth) top = fmaxf(top, load_shared_float(its + nth * TOP_BYTES));
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_up_sync(~0u, top, lanes));
+    const float before = __shfl_up_sync(~0u, top, 4);
+    top = fmaxf(largest, __shfl_sync(~0u, top, 28 + column));
+    if (group > 0) largest = fmaxf(largest, before);
+#pragma unroll 4
+    for (int nth = begin; nth < end; ++nth) {
+      const float own = load_shared_float(its + nth * TOP_BYTES);
+      const float total = load_shared_float(its + nth * TOP_BYTES + 16);
+      const float both = fmaxf(largest, own), base = finite(both);
+      Factors found;
+      found.left = exp2(__fsub_rn(largest, base));
+      found.right = exp2(__fsub_rn(own, base));
+      found.total = __fmul_rn(total, found.right);
+      found.store(factors + column * COLUMN_BYTES + nth * 16);
+      largest = both;
+    }
+    return top;
+  }
+
+  // Line i of block n of columns of `count` entries, `stride` floats apart. The ring is free. is_known: factors of the
+  // column are there.
+  DEVICE void gather(const float* entries, int stride, int count, int n, int i, bool is_known) {
+    total = 0.0f, sum = 0.0f;
+    float largest = minus_infinity();
+    const float* block = entries + n * (STATE_LINES * 32);
+#pragma unroll 1
+    for (int from = 0; from < count; from += FETCHED, block += FETCHED * stride) {
+      const int fetched = min(FETCHED, count - from);
+      if (!is_known) copy_tops(block, stride, fetched, i % 2);
+      copy_sums(block, stride, fetched, i);
+      if (!is_known) {
+        wait_for_copies<1>();
+        __syncwarp();
+        largest = find_factors(fetched, largest);
+      }
+      wait_for_copies<0>();
+      __syncwarp();
+      u32 at = sums + lane_id() * 4, its = factors + lane_id() % 4 * COLUMN_BYTES;
+#pragma unroll 8
+      for (int nth = 0; nth < fetched; ++nth) {
+        Factors by;
+        by.load(its + nth * 16);
+        total = __fmaf_rn(total, by.left, by.total);
+        sum = __fmaf_rn(sum, by.left, __fmul_rn(load_shared_float(at + nth * SUM_BYTES), by.right));
+      }
+      __syncwarp();
+    }
+  }
+};
+
+// Lines that a warp merges where `parts` share them.
+DEVICE int lines_of_merger(int parts) { return (SUM_LINES + parts - 1) / parts; }
+
+// The lines of one of those that merge. Lines of the same columns follow each other; rows of `out` start with the
+// request's first token.
+DEVICE void merge_lines(const float* entries, int stride, int count, int merger, int each,
+                        int num_rows, int head, long long first_token, OUT_TYPE::Storage* out,
+                        float value_scale, float quanta, u32 ring) {
+  int known = -1;
+  MergedLine merged(ring);
+  const int end = min((merger + 1) * each, SUM_LINES);
+#pragma unroll 1
+  for (int line = merger * each; line < end; ++line) {
+    const int columns = line / HALF_LINES, n = columns / 2, i = line % HALF_LINES * 2 + columns % 2;
+    merged.gather(entries, stride, count, n, i, columns == known);
+    if (count <= FETCHED) known = columns;
+    const int row = 8 * n + lane_id() % 4 * 2 + i % 2;
+    if (row >= num_rows) continue;
+    const u32 pair = finish_pair(merged.sum, 0.0f, __fdiv_rn(value_scale, merged.total), quanta);
+    const long long token = first_token + row / GROUP;
+    OUT_TYPE::Storage* to = out + (token * HEADS + head) * (GROUP * SIZE) + row % GROUP * SIZE;
+    to[value_dimension(i / 4, i % 4 / 2)] =
+        OUT_TYPE::Storage(pair & ((1u << (8 * OUT_TYPE::bytes)) - 1));
+  }
+}

@@ -1,0 +1,1 @@
+"""Context chunks, and the tiles that are converted for them."""

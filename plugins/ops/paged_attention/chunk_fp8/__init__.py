@@ -1,0 +1,1 @@
+"""Context chunks whose products are of FP8 numbers."""

@@ -1,0 +1,1 @@
+"""Several tokens of a request, chains or trees, in a long context."""

@@ -1,0 +1,151 @@
+// Paged attention of several tokens of a request, chains and trees, against a long context.
+//
+// Computes the same bits as the other kernels of this folder. A thread block has up to 64 WARPGROUPS rows, query tokens
+// times the query heads of one KV head, and reads every tile of its share of a context once for all of them: four warps
+// bring tiles (tiles.cuh), a warpgroup computes 64 rows (units.cuh). The thread block with a
+// context's beginning merges its work items as they come; if others share the context, they store theirs, and when all
+// have arrived, they merge all of it together (merge.cuh), which is why all run at once: one to a
+// multiprocessor, or two with 64 rows. A context that is not shared needs no meeting.
+//
+// Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads for each),
+// SIZE (of a head, 128), TOKENS_PER_BLOCK (a power of two), WARPGROUPS (1 or 2), STAGES (tiles as operands), BYTE_SLOTS
+// (as the cache has them), TREE (whether requests may have trees: tail.cuh), TAIL_TILES (of a context that take as
+// long as the keys from a tree's root's tile on), WINDOW_TILES, SHARED_BYTES, UNIT, MOST_UNIT, K_SCALE, V_SCALE,
+// STATIC.
+// Grid: splits, KV heads * blocks of rows, requests. Counters are zero before and after.
+
+#include "ops/paged_attention/long/merge.cuh"
+#if TREE
+#include "ops/paged_attention/long/tail.cuh"
+#endif
+
+// Registers of a thread that brings and of one that computes: 256 are two times 128, 504 three times 168.
+#if WARPGROUPS == 1
+#define REGISTERS_BRING "40"
+#define REGISTERS_COMPUTE "216"
+#else
+#define REGISTERS_BRING "56"
+#define REGISTERS_COMPUTE "224"
+#endif
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 1)
+    attend_long(const MODEL_TYPE::Storage* q, const float* k_scale, const float* v_scale,
+                const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
+                const int* position_ids, const int* cu_q, const int* kv_lens,
+                const int* block_tables, float* partial, int* counters, float softmax_scale,
+                int table_stride, int block_tokens, int max_tokens, int max_entries
+#if TREE
+                , int num_pages, int num_tokens, const int* tree_start, const int* tree_root,
+                const int* paths, int path_stride
+#endif
+    ) {
+  extern __shared__ __align__(1024) u8 memory[];
+  launch_dependents();
+  const Tiles shared = {shared_address(memory)};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(shared.full_keys(i), THREADS / 32);
+      barrier_init(shared.full_values(i), THREADS / 32);
+      barrier_init(shared.empty_keys(i), COMPUTING / 32);
+      barrier_init(shared.empty_values(i), COMPUTING / 32);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const int request = blockIdx.z, head = blockIdx.y % HEADS;
+  const int first_token = blockIdx.y / HEADS * block_tokens;
+#if TREE
+  const columns::StepTrees trees = {tree_start, tree_root, paths, path_stride};
+  const Numbers numbers = trees.load_numbers(cu_q, kv_lens, request);
+#else
+  const Numbers numbers = {load_int(cu_q + request), load_int(cu_q + request + 1),
+                           load_int(kv_lens + request)};
+#endif
+  const int count = numbers.end - numbers.start;
+  const int limit = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
+  if (count > max_tokens || first_token >= count || limit <= 0) return;
+  const int group = blockIdx.z * gridDim.y + blockIdx.y, splits = gridDim.x, nth = blockIdx.x;
+  const int all_tiles = (limit + KEYS - 1) / KEYS;
+#if TREE
+  const int tiles = min(columns::TreePaths::first_tile(numbers), all_tiles);
+  const int end = min(all_tiles, tiles + WINDOW_TILES);
+#else
+  const int tiles = all_tiles, end = all_tiles;
+#endif
+  constexpr int MORE = TREE ? TAIL_TILES : 0;
+  Share share;
+  share.divide(tiles, MORE, nth, splits);
+  if (threadIdx.x < THREADS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
+    Loader loader;
+    loader.cache = cache, loader.tables = block_tables;
+    loader.aim(head, request * table_stride);
+    const int own_tiles = max(min(numbers.limit - count, limit), 0) / KEYS;
+    Pages pages;
+    pages.table = block_tables + (long long)request * table_stride, pages.count = pages_of(limit);
+    bring_tiles(shared, loader, pages, share, limit, TREE ? tiles : own_tiles);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 " REGISTERS_COMPUTE ";");
+  wait_for_dependencies();
+  Part part;
+  part.head = head, part.token = numbers.start + first_token;
+  part.rows = min(block_tokens, count - first_token) * GROUP;
+  part.merges = nth == 0;
+  const int entry_rows = block_tokens * GROUP;
+  const long long rows = (long long)max_entries * entry_rows;  // of a block of rows
+  part.entries.rows = entry_rows;
+  part.entries.sums = partial + group * rows * SIZE;
+  part.entries.states =
+      (float2*)(partial + (long long)gridDim.y * gridDim.z * rows * SIZE) + group * rows;
+  const int first_end = Share::border(tiles, MORE, 1, splits);
+  part.entries.first_unit = count_units(first_end + 1) - 1;
+  const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
+  State all;
+  {
+    const int warpgroup = WARPGROUPS > 1 && __any_sync(~0u, threadIdx.x >= 2 * THREADS);  // as the compiler sees
+    int full_tiles = tiles, last_key[2] = {0, 0};
+    if (!TREE) {
+      full_tiles = min(load_int(position_ids + part.token) + 1, limit) / KEYS;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = min(row_of(r), part.rows - 1);
+        last_key[r] = min(load_int(position_ids + part.token + row / GROUP), limit - 1);
+      }
+    }
+    const u32 queries = shared.queries(warpgroup);
+    stage_queries(queries, q, part);
+    meet_computing();
+    State unit;
+#if TREE
+    const Tail tail(memory, numbers);
+    const bool has_tail = nth == splits - 1;
+    // The root's work item, if it begins before the root's tile.
+    const int root_unit = tail.paths.root_unit();
+    const int held = has_tail && unit_start(root_unit) < tiles ? root_unit : -1;
+    const bool is_held = attend_share(shared, share, part, queries, full_tiles, last_key, scale, held, all, unit);
+    if (has_tail) {
+      const int* table = block_tables + (long long)request * table_stride;
+      const Sources from = {q, cache, position_ids, trees, table, table_stride, num_pages, num_tokens};
+      attend_tail(tail, part, is_held, all, unit, from, first_token, end, scale);
+    }
+#else
+    attend_share(shared, share, part, queries, full_tiles, last_key, scale, -1, all, unit);
+#endif
+  }
+  if (part.merges && splits > 1) store_entry(part, 0, all, all.weighed());
+  if (splits == 1) {
+    const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
+    const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
+    write_merged(all, part, out, value_scale, quanta);
+    return;
+  }
+  int* counter = counters + group * 32;  // one cache line each
+  meet_shares(counter, splits);
+  // Read here, because keeping them through the loop would cost registers.
+  const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
+  const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
+  merge_entries(shared, memory, part, count_units(end) - part.entries.first_unit + 1, nth, splits,
+                out, value_scale, quanta);
+  leave_shares(counter, splits);
+}

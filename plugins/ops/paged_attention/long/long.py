@@ -1,0 +1,257 @@
+"""The kernel for several tokens of a request against a long context: binaries and launches of
+`long.cu`, for chains and for trees.
+
+It gives the bits of the other kernels, so a step may use any. It supports the calls of chunk.cu
+whose caches are FP8; requests of fewer rows are batch.cu's, and some steps of several chains
+long_batch.cu's (long_batch.py). Thread blocks share contexts as far as there is room for their work
+items; a context that is not shared needs none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from llmctl.plugins.backends.cuda.kernel_spec import (
+    KernelSpec,
+    Launch,
+    LaunchEnv,
+    StepLimits,
+    StepShape,
+)
+from llmctl.plugins.core.op_spec import FP8
+from llmctl.plugins.ops.paged_attention.batch.batch import is_long
+from llmctl.plugins.ops.paged_attention.chunk.chunk import covers_chunks
+from llmctl.plugins.ops.paged_attention.shared.source_specs import (
+    group_size,
+    most_short_tokens,
+    source_variant,
+    tensor_types,
+)
+from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, count_units, unit_start
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmctl.plugins.core.calls import OpCall
+
+WARPGROUP_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to build the kernel."""
+
+    warpgroups: int  # 64 rows of a thread block each
+    blocks: int  # thread blocks of a multiprocessor
+    byte_slots: int  # tiles as the cache has them
+    # A tile in a thread block, microseconds, where every multiprocessor of an H200 has as many
+    # thread blocks as it can have (docs/performance/log/verifications.md); and where contexts are
+    # shared, as work items are stored then.
+    tile_us: float
+    shared_tile_us: float
+
+    @property
+    def rows(self) -> int:
+        """Of a thread block."""
+        return WARPGROUP_ROWS * self.warpgroups
+
+    def shared_bytes(self, size: int) -> int:
+        """Tiles as operands and as bytes, queries, barriers."""
+        tile = 2 * KEYS * size
+        operands = STAGES * 2 * tile + self.rows * size * 2
+        return operands + self.byte_slots * tile + 4 * 8 * STAGES
+
+
+STAGES = 2  # tiles of keys, and of values, as operands
+VARIANTS = (Variant(1, 2, 2, 1.5, 1.58), Variant(2, 1, 8, 1.21, 1.27))
+WINDOW_TILES = 3  # from a tree's root's on
+MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
+_TAIL_TILES = 15  # of a context that take as long in long.cu as what follows a tree's root
+# Microseconds that thread blocks which share contexts take longer: they meet, and merge.
+_SHARING_US = 15.0
+_ALONE = 0.8  # of a tile's time, where a multiprocessor has one thread block that could have two
+# Tokens of a context up to which generation.cu is as fast for one chain of more rows than a
+# warpgroup has (docs/performance/log/attention.md).
+_AS_FAST = 8192
+
+
+AnyVariant = TypeVar("AnyVariant")  # of long.cu or long_batch.cu
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(Generic[AnyVariant]):
+    """How a step is divided among thread blocks."""
+
+    variant: AnyVariant
+    block_tokens: int  # of a request, in a thread block
+    num_blocks: int  # of rows of a request
+    splits: int  # thread blocks that share a context
+    entries: int  # stored work items of a context, at most; 0 where nobody shares one
+    us: float  # about what it takes
+    lacks_room: bool = False  # more would share it if there were room for their work items
+
+
+def covers_long(call: OpCall, limits: StepLimits, *, has_trees: bool = False) -> bool:
+    """Whether the kernel can compute this call for requests of several tokens, or for trees: then
+    some whole tokens are eight columns, and there is room for the paths of a block of rows."""
+    has_groups = group_size(call) in (2, 4, 8) and limits.tokens_per_block >= 8
+    return limits.kv_dtype == FP8 and covers_chunks(call, limits) and (has_groups or not has_trees)
+
+
+def long_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
+    """Every binary that `long_launch` may ask for."""
+    if not is_long(limits, limits.max_seq_len):
+        return []
+    found = []
+    if covers_long(call, limits):
+        rows = most_short_tokens(limits) * group_size(call)
+        found += [
+            long_spec(call, limits, each, has_trees=False)
+            for each in VARIANTS
+            if each.warpgroups == 1 or rows > WARPGROUP_ROWS
+        ]
+    if limits.takes_trees and covers_long(call, limits, has_trees=True):
+        found += [long_spec(call, limits, each, has_trees=True) for each in VARIANTS]
+    return found
+
+
+def long_launch(
+    call: OpCall,
+    env: LaunchEnv,
+    shape: StepShape,
+    tensors: tuple[torch.Tensor, ...],
+    partials: tuple[torch.Tensor, torch.Tensor],
+    logit_scale: float,
+    short: int,
+    *,
+    has_trees: bool,
+) -> Launch | None:
+    """Attend for requests of up to `short` tokens; None where contexts are not long, or for what
+    this kernel does not support.
+
+    partials: room for the work items of shared contexts, and a line of 32 counters for each block
+    of rows, of which one is used; it is zero before and after.
+    """
+    limits, step = env.limits, env.step
+    if not is_long(limits, shape.max_kv_len):
+        return None
+    if not covers_long(call, limits, has_trees=has_trees):
+        return None
+    if has_trees and max(min(shape.max_query_len, short), shape.max_tree_len) > MAX_TREE:
+        return None
+    cut = cut_of(call, limits, shape, short, partials, has_trees=has_trees)
+    if shape.num_requests == 1 and not has_trees:
+        is_as_fast = cut.variant.warpgroups > 1 and shape.max_kv_len <= _AS_FAST
+        if cut.lacks_room or cut.num_blocks == 1 and is_as_fast:
+            return None
+    trees: tuple[torch.Tensor | int, ...] = ()
+    if has_trees:
+        tokens = min(call.inputs["q"].shape[0], step.position_ids.shape[0])
+        places = (step.tree_start, step.tree_root, step.paths, step.paths.stride(0))
+        trees = (env.kv_cache[0].shape[0], tokens, *places)
+    arguments: tuple[torch.Tensor | int | float, ...] = (
+        *tensors,
+        *partials,
+        logit_scale,
+        step.block_tables.stride(0),
+        cut.block_tokens,
+        short,
+        cut.entries,
+        *trees,
+    )
+    rows = int(call.attributes["num_kv_heads"]) * cut.num_blocks
+    spec = long_spec(call, limits, cut.variant, has_trees=has_trees)
+    return Launch(spec, (cut.splits, rows, shape.num_requests), arguments)
+
+
+def cut_of(
+    call: OpCall,
+    limits: StepLimits,
+    shape: StepShape,
+    short: int,
+    partials: tuple[torch.Tensor, torch.Tensor],
+    *,
+    has_trees: bool,
+) -> Cut[Variant]:
+    """The fastest way by the time of a tile and waves of thread blocks."""
+    room = partials[0].numel()
+    size, group = int(call.attributes["head_size"]), group_size(call)
+    most = min(shape.max_query_len, short)
+    tiles = -(-min(shape.max_kv_len, limits.max_seq_len) // KEYS)
+    contexts = shape.num_requests * int(call.attributes["num_kv_heads"])
+    found = []
+    for variant in VARIANTS:
+        num_blocks = -(-most // (variant.rows // group))
+        block_tokens = -(-most // num_blocks)
+        groups, at_once = contexts * num_blocks, variant.blocks * limits.num_sms
+        an_entry = groups * block_tokens * group * (size + 2)
+        wanted = max(at_once // groups, 1)
+        splits, entries = _choose_splits(tiles, wanted, room // an_entry, has_trees)
+        each = -(-groups * splits // at_once) * -(-tiles // splits)  # tiles, one after another
+        us = each * variant.tile_us if splits == 1 else each * variant.shared_tile_us + _SHARING_US
+        if variant.blocks > 1 and groups * splits <= limits.num_sms:
+            us *= _ALONE
+        found.append(
+            Cut(variant, block_tokens, num_blocks, splits, entries, us, lacks_room=splits < wanted)
+        )
+    return min(found, key=lambda each: each.us)
+
+
+def _choose_splits(tiles: int, most: int, room: int, has_trees: bool) -> tuple[int, int]:
+    """Thread blocks of a context, at most so many, and for how many entries there must be room."""
+    for splits in range(most, 1, -1):
+        entries = most_entries(tiles, splits, has_trees)
+        if entries <= room:
+            return splits, entries
+    return 1, 0
+
+
+def most_entries(tiles: int, splits: int, has_trees: bool) -> int:
+    """Of a context of up to so many tiles: the work items of all shares but the first, and one."""
+    return _entries(1 << tiles.bit_length(), splits, has_trees)[tiles]
+
+
+@lru_cache(maxsize=256)
+def _entries(tiles: int, splits: int, has_trees: bool) -> tuple[int, ...]:
+    """`most_entries` of fewer tiles."""
+    starts = [unit_start(unit) for unit in range(count_units(tiles * KEYS) + 1)]
+    units = [bisect_left(starts, each) for each in range(tiles)]
+    firsts = []  # of the second share (`Share::border`)
+    for each in range(tiles):
+        border = min((each + _TAIL_TILES * has_trees) // splits, each)
+        firsts.append(bisect_right(starts, border) - 1)
+    behind = range(WINDOW_TILES + 1) if has_trees else (0,)
+    found = [1 + max(units[n] - firsts[max(n - b, 0)] for b in behind) for n in range(tiles)]
+    return tuple(accumulate(found, max))
+
+
+def long_spec(call: OpCall, limits: StepLimits, variant: Variant, *, has_trees: bool) -> KernelSpec:
+    """One binary."""
+    words, constants = source_variant(call, limits)
+    shared_bytes = variant.shared_bytes(int(call.attributes["head_size"]))
+    constants |= {
+        "WARPGROUPS": variant.warpgroups,
+        "STAGES": STAGES,
+        "BYTE_SLOTS": variant.byte_slots,
+        "TREE": has_trees,
+        "TAIL_TILES": _TAIL_TILES,
+        "WINDOW_TILES": WINDOW_TILES,
+        "SHARED_BYTES": shared_bytes,
+    }
+    parts = ["paged_attention.long", *words, f"r{variant.rows}", *["trees"] * has_trees]
+    return KernelSpec(
+        name=".".join(parts),
+        source="ops/paged_attention/long/long.cu",
+        arguments=(
+            *(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 4),
+            *(("i32", "i32", *["*i32"] * 3, "i32") if has_trees else ()),
+        ),
+        constants=constants,
+        entry="attend_long",
+        num_warps=4 + 4 * variant.warpgroups,
+        shared_bytes=shared_bytes,
+    )

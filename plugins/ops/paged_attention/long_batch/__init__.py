@@ -1,0 +1,1 @@
+"""Chains of several requests in long contexts."""

@@ -1,0 +1,1 @@
+"""Trees of tokens, and chains of many requests."""

@@ -1,0 +1,1 @@
+"""The kernels in Triton: every GPU, every head size, windows."""

@@ -1,0 +1,1 @@
+"""Few tokens of few requests, chains or trees: clusters that share a context."""
