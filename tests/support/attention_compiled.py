@@ -63,7 +63,7 @@ BY_WARP = (batch.batch_specs, verification.verification_specs)
 
 
 def of_chains(world: World) -> list[KernelSpec]:
-    """All kernels but those for trees (test_paged_attention_trees.py and _verification.py)."""
+    """All kernels but those for trees (paged_attention/test_trees.py, test_verification.py)."""
     specs = kernel.kernels(world.call([(0, 0, 1)]), world.limits())
     return [spec for spec in specs if not {"trees", "tree"} & set(spec.name.split("."))]
 

@@ -66,7 +66,7 @@ def representatives(op: str) -> tuple[KernelSpec, ...]:
 
 
 def checked_elsewhere() -> set[str]:
-    """The kinds that test_paged_attention_kernel.py and tests/gpu compile and check, with windows
+    """The kinds that paged_attention/test_kernel.py and tests/gpu compile and check, with windows
     that are compiled in, too."""
     worlds = [world_of(heads, kv) for heads, kv in HERE]
     worlds += [world_of("70b", kv, window=4096) for kv in ("fp8", "int8")]

@@ -76,6 +76,6 @@ def test_every_cuda_source_compiles_with_the_oldest_compiler_without_spills(olde
     sources = {name.removesuffix(OF_TREES) for name in specs}
     assert sources == {str(path.relative_to(PLUGINS)) for path in PLUGINS.rglob("*.cu")}
     for name, spec in specs.items():
-        # Trees of 24 rows: test_paged_attention_trees.py.
+        # Trees of 24 rows: paged_attention/test_trees.py.
         most = 256 if name.endswith(OF_TREES) else SPILLS.get(name, 0)
         assert compile_kernel(spec).local_bytes <= most, spec.name

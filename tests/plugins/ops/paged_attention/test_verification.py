@@ -38,7 +38,7 @@ def variant(world: World, requests: int, tokens: int, max_kv_len: int = 1024) ->
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("kv", ["fp8", "int8", "bfloat16"])
 def test_blocks_hand_on_through_shared_memory_and_have_room(size, kv):
-    """test_paged_attention_kernel.py looks at products, spills and launches."""
+    """test_kernel.py looks at products, spills and launches."""
     heads = OF_SIZE[size]
     specs = of_verification(heads, kv)
     trees = [spec.name.split(".")[-2] for spec in specs if spec.constants["TREE"]]

@@ -1,5 +1,5 @@
 """The attention kernel of verifications in long contexts: what it compiles to, which steps it
-serves, and how it divides a context. test_paged_attention_long_emulated.py and tests/gpu compare
+serves, and how it divides a context. test_long_emulated.py and tests/gpu compare
 its bits."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The attention kernel of chains of 65 to 88 rows of several requests with long contexts: what it
-compiles to, which steps it serves, and how it divides them. test_paged_attention_long_emulated.py
+compiles to, which steps it serves, and how it divides them. test_long_emulated.py
 and tests/gpu compare its bits."""
 
 from __future__ import annotations
