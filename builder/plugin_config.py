@@ -165,8 +165,8 @@ OPTIONS: Mapping[str, PluginOption] = {
             "reduce_fusion",
             "disable",
             ("disable", "enable"),
-            "cuda backend: sums over several ranks are one kernel with the norm behind them, where "
-            "it has their rows; enable asserts that all are (same values)",
+            "cuda backend: a sum over ranks and the norm after it are one kernel where that kernel "
+            "supports the row length; enable asserts that all are (same values)",
             "it is enable or disable",
         ),
         _no_such_part("user_buffer", _OWN_SUMS, "disable"),

@@ -41,8 +41,8 @@ def quantize(
         Path | None,
         typer.Option(
             "--draft-model-dir",
-            help="Folder of draft heads of that checkpoint, Medusa, ReDrafter or EAGLE: quantize "
-            "these, on its hidden rows.",
+            help="Folder of draft heads for that checkpoint (Medusa, ReDrafter or EAGLE): quantize "
+            "them instead of it.",
         ),
     ] = None,
     qformat: Annotated[

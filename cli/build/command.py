@@ -55,14 +55,14 @@ def _build(
         typer.Option(
             "--backend",
             metavar="|".join(("auto", *BACKENDS)),
-            help="What runs the engine; auto: cuda where a GPU for it is, else cpu.",
+            help="What runs the engine; auto: cuda if a GPU for it is present, else cpu.",
         ),
     ] = "auto",
     compute_capability: Annotated[
         str | None,
         typer.Option(
             "--compute-capability",
-            help="The GPUs that an engine is compiled for; none need be here. cuda: 9.0. "
+            help="GPUs to compile for; none has to be present. cuda: 9.0. "
             "tensorrt-rtx: a list of 8.6, 8.9, 12.0. (default: all that serve the model)",
             hidden=True,
         ),
@@ -82,7 +82,9 @@ def _build(
     ] = None,
     planted_role: Annotated[
         str | None,
-        typer.Option("--planted-role", help="target, or draft of one of that seed.", hidden=True),
+        typer.Option(
+            "--planted-role", help="target, or draft: for a target of the same seed.", hidden=True
+        ),
     ] = None,
     planted_acceptance: Annotated[
         float | None,
@@ -117,7 +119,7 @@ def _build(
         int | None,
         typer.Option(
             "--max-seq-len",
-            help="Prompt + output, tokens. (default: what the model knows)",
+            help="Prompt + output, tokens. (default: the model's maximum)",
         ),
     ] = None,
     max_input_len: Annotated[
@@ -135,7 +137,7 @@ def _build(
         ),
     ] = None,
     max_beam_width: Annotated[
-        int | None, typer.Option("--max-beam-width", help="1.", hidden=True)
+        int | None, typer.Option("--max-beam-width", help="Only 1.", hidden=True)
     ] = None,
     max_draft_len: Annotated[
         int | None,
@@ -147,7 +149,7 @@ def _build(
         str | None,
         typer.Option(
             "--speculative-decoding-mode",
-            help=f"{available_modes()}. (default: the second, given --max-draft-len)",
+            help=f"{available_modes()}. (default: none; with --max-draft-len the second)",
         ),
     ] = None,
     tokens_per_block: Annotated[
@@ -156,7 +158,9 @@ def _build(
     ] = None,
     kv_cache_type: Annotated[
         str | None,
-        typer.Option("--kv-cache-type", help="paged; continuous: one TensorRT plan.", hidden=True),
+        typer.Option(
+            "--kv-cache-type", help="paged, or continuous: one TensorRT plan.", hidden=True
+        ),
     ] = None,
     kv_cache_dtype: Annotated[
         str | None,
@@ -170,12 +174,12 @@ def _build(
         bool | None,
         typer.Option(
             "--kv-cache-unit-scales",
-            help="An FP8 KV cache without scales: values beyond 448 are cut.",
+            help="Scales of 1 for an FP8 KV cache that has none; values beyond 448 are clipped.",
             hidden=True,
         ),
     ] = None,
     logits_dtype: Annotated[
-        str | None, typer.Option("--logits-dtype", help="float32.", hidden=True)
+        str | None, typer.Option("--logits-dtype", help="Only float32.", hidden=True)
     ] = None,
     gather_context_logits: Annotated[
         bool | None,
@@ -190,7 +194,7 @@ def _build(
     workers: Annotated[
         int,
         typer.Option(
-            "--workers", min=1, help="Most ranks at a time; one is, after the other.", hidden=True
+            "--workers", min=1, help="No effect: ranks are built one after another.", hidden=True
         ),
     ] = 1,
     dry_run: Annotated[

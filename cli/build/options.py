@@ -53,7 +53,7 @@ MODE_OPTIONS: dict[str, tuple[type, str]] = {  # those of one --speculative-deco
     ),
     "redrafter_greedy_search": (
         bool,
-        "For redrafter: draft for greedy requests alone.",
+        "For redrafter: draft only for greedy requests.",
     ),
     "lookahead_config": (
         str,
@@ -82,8 +82,8 @@ RANK_OPTIONS: dict[str, tuple[type, str]] = {
 DRAFT_OPTIONS: dict[str, tuple[type, str]] = {  # decide a request before it is planned
     "draft_tp": (
         str,
-        "Of a draft engine for a target of --tp-size ranks: 1 (each has it whole), that number "
-        "(each has a share), or auto: what is computed to be faster, which is printed.",
+        "For the draft engine of a target with --tp-size ranks: 1 (every rank has all of it), that "
+        "number (each has a share), or auto: what is computed to be faster, which is printed.",
     ),
 }
 _RARE = (

@@ -140,10 +140,10 @@ def text(
         str | None, typer.Option(help="The prompt's key in a .jsonl row; default: text.")
     ] = None,
     dataset_output_key: Annotated[
-        str | None, typer.Option(help="Key of a text that is as long as the output shall be.")
+        str | None, typer.Option(help="Key of a text whose length sets the output length.")
     ] = None,
     dataset_prompt: Annotated[
-        str | None, typer.Option(help="Text in front of every prompt, and a space.")
+        str | None, typer.Option(help="Text to put before every prompt, with a space.")
     ] = None,
     dataset_prompt_key: Annotated[
         str | None, typer.Option(help="Key of such a text in every row.")

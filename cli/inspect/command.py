@@ -73,9 +73,9 @@ def inspect(
 ) -> None:
     """Show what an engine or a checkpoint holds; no weight is read.
 
-    Engines: origin, limits, memory, and the operators of a step by layer with what each fuses,
-    reads and is predicted to take: bytes read / (bandwidth x the share of it that steps of that
-    size were measured to get). Checkpoints: tensors, dtypes, quantization and its scales.
+    Engines: origin, limits, memory, and the operators of a step by layer: what each fuses and
+    reads, and its predicted time, bytes read / (bandwidth x the share of it that steps of that
+    size reach, as measured). Checkpoints: tensors, dtypes, quantization and its scales.
 
     Examples:
       llmctl inspect out/target --read-bandwidth 20 --graph out/target.html

@@ -55,9 +55,9 @@ details table { margin-top: 10px; font-size: 12px; }
 """
 
 _EXPLAINED = (
-    "Predicted times are bytes read over the bandwidth that decoding steps of this size were "
-    "measured to get. Operators stand in the order they run; a line leads to each from those whose "
-    "output it reads. The bar is its share of the step, with all layers of the group. "
+    "Predicted times are bytes read over the bandwidth that decoding steps of this size "
+    "reach, as measured. Operators are in the order in which they run, with a line from each whose "
+    "output they read. The bar is its share of the step, with all layers of the group. "
     "&ldquo;rows&rdquo; are the tokens that get logits."
 )
 

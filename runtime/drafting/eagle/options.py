@@ -49,7 +49,7 @@ ROW = MethodRow(
             "eagle_use_dynamic_tree",
             (DYNAMIC,),
             bool,
-            "The likeliest tree of the EAGLE head's, as many drafts as --draft-len.",
+            "A dynamic tree from the EAGLE head: its --draft-len likeliest tokens.",
             is_hidden=True,
         ),
         MethodOption(
