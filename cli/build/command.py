@@ -149,7 +149,7 @@ def _build(
         str | None,
         typer.Option(
             "--speculative-decoding-mode",
-            help=f"{available_modes()}. (default: none; with --max-draft-len the second)",
+            help=f"{available_modes()}. (default with --max-draft-len: the second)",
         ),
     ] = None,
     tokens_per_block: Annotated[
