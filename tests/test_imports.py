@@ -95,3 +95,12 @@ def test_every_file_that_is_installed_lies_in_a_package(repository: Path) -> Non
     assert len(files) > 40
     for path in files:
         assert (path.parent / "__init__.py").exists(), f"{path} would not be installed"
+
+
+def test_an_sdist_has_every_file_of_the_cpu_library(repository: Path) -> None:
+    dist = pytest.importorskip("setuptools.dist")
+    from llmctl.plugins.backends.cpu.setuptools_command import BuildKernels
+
+    listed = BuildKernels(dist.Distribution()).get_source_files()
+    files = [path for kind in ("h", "cpp") for path in (repository / "plugins").rglob(f"*.{kind}")]
+    assert sorted(listed) == sorted(str(path.relative_to(repository)) for path in files)

@@ -20,6 +20,11 @@ class BuildKernels(build_ext):
         """Compile the library where setuptools expects this extension."""
         _COMPILE["compile_library"](Path(self.get_ext_fullpath(ext.name)))
 
+    def get_source_files(self) -> list[str]:
+        """What an sdist has of the library: every file, where the extension names one."""
+        root: Path = _COMPILE["PLUGINS"].parent
+        return [path.relative_to(root).as_posix() for path in _COMPILE["source_files"]()]
+
     def get_ext_filename(self, fullname: str) -> str:
         """The library's path inside the package tree, without Python's ABI suffix."""
         return os.path.join(*fullname.split(".")[:-1], _COMPILE["LIBRARY"])
