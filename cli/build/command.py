@@ -82,9 +82,7 @@ def _build(
     ] = None,
     planted_role: Annotated[
         str | None,
-        typer.Option(
-            "--planted-role", help="target, or draft: for a target of the same seed.", hidden=True
-        ),
+        typer.Option("--planted-role", help="target, or draft of that seed's target.", hidden=True),
     ] = None,
     planted_acceptance: Annotated[
         float | None,
@@ -158,9 +156,7 @@ def _build(
     ] = None,
     kv_cache_type: Annotated[
         str | None,
-        typer.Option(
-            "--kv-cache-type", help="paged, or continuous: one TensorRT plan.", hidden=True
-        ),
+        typer.Option("--kv-cache-type", help="paged; continuous: one TensorRT plan.", hidden=True),
     ] = None,
     kv_cache_dtype: Annotated[
         str | None,
