@@ -15,9 +15,12 @@ class LlmctlError(Exception):
     exit_code = 1
     usual_fix = ""  # for a class whose failures have the same fix, unless one says otherwise
 
-    def __init__(self, what: str, *, fix: str = "") -> None:
+    def __init__(self, what: str, *, fix: str = "", general_fix: str = "") -> None:
+        """general_fix: for a command that takes no options of one draft method, where `fix` names
+        some."""
         super().__init__(what)
         self.fix = fix or self.usual_fix
+        self.general_fix = general_fix or self.fix
 
     @property
     def name(self) -> str:

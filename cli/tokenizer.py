@@ -33,15 +33,17 @@ from llmctl.quantize.tokenizer_file import guarded, open_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FETCH = "fetch the tokenizer files again, or name others with --tokenizer-dir"
+_FETCH = "fetch the tokenizer files again"
 _REPLACEMENT = "\ufffd"  # what decoding makes of bytes that are no UTF-8, or not all there yet
 
 
 class Tokenizer:
-    """One tokenizer folder. Raises TokenizerError when it is missing or unreadable."""
+    """One tokenizer folder; option: of the command, which names another one ("": none does). Raises
+    TokenizerError when it is missing or unreadable."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, option: str = "--tokenizer-dir") -> None:
         self.folder = folder
+        self._fetch = f"{_FETCH}, or name others with {option}" if option else _FETCH
         path = folder / TOKENIZER_FILE
         if not path.is_file():
             found = not_a_file(path)
@@ -49,7 +51,7 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json"
                 if found is None
                 else f"{path} is {found}; a file is wanted",
-                fix="name the folder of the model's tokenizer with --tokenizer-dir",
+                fix=f"name the folder of the model's tokenizer with {option}" if option else _FETCH,
             )
         self._backend = open_tokenizer(path)
         self._config = read_tokenizer_config(folder / TOKENIZER_CONFIG_FILE)
@@ -58,7 +60,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"{folder / TOKENIZER_CONFIG_FILE} names {shown(self._special_token('eos_token'))} "
                 f"as eos_token, which {TOKENIZER_FILE} does not have: no text would end",
-                fix=_FETCH,
+                fix=self._fetch,
             )
 
     @property
@@ -158,7 +160,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"transformers cannot read the tokenizer in {self.folder}: "
                 f"{clipped(str(error), 400)}",
-                fix=_FETCH,
+                fix=self._fetch,
             ) from error
         return full
 
@@ -190,11 +192,13 @@ def tokenizer_hash(folder: Path) -> str | None:
     return found
 
 
-def engine_tokenizer(engine_dir: Path, config: EngineConfig) -> Tokenizer:
+def engine_tokenizer(
+    engine_dir: Path, config: EngineConfig, option: str = "--tokenizer-dir"
+) -> Tokenizer:
     """The tokenizer inside an engine. Raises CorruptEngine for another than it was built with: ids
     of one mean other text to the model."""
     folder = engine_dir / TOKENIZER_FOLDER
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(folder, option)
     if file_sha256(folder / TOKENIZER_FILE) == config.tokenizer.get("sha256"):
         return tokenizer  # reading what a large one means takes half a second
     wanted, found = config.tokenizer["hash"], tokenizer_hash(folder)
@@ -202,6 +206,7 @@ def engine_tokenizer(engine_dir: Path, config: EngineConfig) -> Tokenizer:
         raise CorruptEngine(
             f"{folder} has a tokenizer of hash {str(found)[:12]}; the engine was built with one of "
             f"{wanted[:12]}",
-            fix="build the engine again, or name the right tokenizer with --tokenizer-dir",
+            fix="build the engine again"
+            + (f", or name the right tokenizer with {option}" if option else ""),
         )
     return tokenizer

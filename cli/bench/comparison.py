@@ -130,6 +130,7 @@ def _check(entry: Entry) -> None:
     except LlmctlError as error:
         if entry.name != PLAIN:
             error.args = (f"{OPTION} {entry.name}: {error}",)
+        error.fix = error.general_fix
         raise
 
 

@@ -91,7 +91,7 @@ def make_requests(
     if any(prompt.token_ids is None for prompt in prompts):
         from llmctl.cli.tokenizer import engine_tokenizer
 
-        tokenizer = engine_tokenizer(engine_dir, config)
+        tokenizer = engine_tokenizer(engine_dir, config, "")
     requests = []
     for index, prompt in enumerate(prompts):
         ids = prompt.token_ids
@@ -168,4 +168,4 @@ def _ordinary_ids(engine_dir: Path, config: EngineConfig) -> Sequence[int]:
         return range(vocab)
     from llmctl.cli.tokenizer import Tokenizer
 
-    return [item for item in Tokenizer(folder).ordinary_ids if item < vocab]
+    return [item for item in Tokenizer(folder, "").ordinary_ids if item < vocab]

@@ -90,7 +90,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     folder = Path(name)
     if folder.is_dir():
         inner = folder / TOKENIZER_FOLDER
-        return Tokenizer(inner if inner.is_dir() else folder)
+        return Tokenizer(inner if inner.is_dir() else folder, "--tokenizer")
     if folder.is_absolute() or name.count("/") != 1:
         raise TokenizerError(
             f"--tokenizer {name} is no folder, and no model's name on the Hugging Face hub",
@@ -99,7 +99,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     from huggingface_hub import snapshot_download
 
     try:
-        return Tokenizer(Path(snapshot_download(name, allow_patterns=_HUB_FILES)))
+        return Tokenizer(Path(snapshot_download(name, allow_patterns=_HUB_FILES)), "--tokenizer")
     except TokenizerError:
         raise
     except Exception as error:  # the library raises whatever its network stack does

@@ -7,6 +7,8 @@ from llmctl.errors import PairMismatch, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS
 
+USUAL_DRAFT_LEN = 4  # to build for, where nobody says how many
+
 
 def is_built_for(config: EngineConfig, build_mode: str) -> bool:
     """Whether an engine was built with this --speculative_decoding_mode."""
@@ -24,9 +26,10 @@ def check_target(
     """
     most = int(target.build_config["max_draft_len"])
     wanted = draft_len if draft_len is not None else max(most, 1)
+    room = draft_len or most or USUAL_DRAFT_LEN
     rebuild = (
         "rebuild the target with: llmctl build "
-        f"--speculative_decoding_mode {build_mode} --max_draft_len {wanted}"
+        f"--speculative_decoding_mode {build_mode} --max_draft_len {room}"
     )
     if not is_built_for(target, build_mode):
         raise PairMismatch(
@@ -38,6 +41,7 @@ def check_target(
         raise PairMismatch(
             f"draft_len is {wanted}; the target engine was built for max_draft_len {most}",
             fix=f"lower the draft length to {most}, or {rebuild}" if most else rebuild,
+            general_fix=rebuild,
         )
     return wanted
 
@@ -48,5 +52,7 @@ def require_continued(target: EngineConfig, what: str, fix: str) -> None:
         return
     names = ", ".join(name for name, row in BACKENDS.items() if row.continues_trees)
     raise Unsupported(
-        f"{what} are not available on backend {target.backend!r}; they are on {names}", fix=fix
+        f"{what} are not available on backend {target.backend!r}; they are on {names}",
+        fix=fix,
+        general_fix="take a method that drafts chains",
     )

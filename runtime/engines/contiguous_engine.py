@@ -101,7 +101,7 @@ class ContiguousEngine(CudaEngine):
             raise OutOfMemory(
                 f"a KV cache of {num_blocks} slots needs {num_bytes / 1e9:.2f} GB of device "
                 "memory, which is not there",
-                fix="lower --max-tokens-in-paged-kv-cache or --kv-cache-free-gpu-memory-fraction",
+                fix="lower --kv-cache-free-gpu-memory-fraction",
             ) from error
 
     def copy_block(self, source: int, destination: int) -> None:

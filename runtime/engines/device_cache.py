@@ -56,7 +56,7 @@ class DeviceCache:
             raise OutOfMemory(
                 f"a KV cache of {num_blocks} blocks needs {num_bytes / 1e9:.2f} GB of device "
                 "memory, which is not there",
-                fix="lower --max-tokens-in-paged-kv-cache or --kv-cache-free-gpu-memory-fraction",
+                fix="lower --kv-cache-free-gpu-memory-fraction",
             ) from error
         self._blocks = raw.view(dtype).view(kv_cache_shape(self._plan, num_blocks, self._name))
 

@@ -47,7 +47,8 @@ def free_memory_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OutOfMemory(
-        "/proc/meminfo has no MemAvailable line", fix="set --max-tokens-in-paged-kv-cache"
+        "/proc/meminfo has no MemAvailable line, which says what memory is left",
+        fix="use a system whose kernel writes that line: Linux 3.14 and later",
     )
 
 
@@ -93,7 +94,9 @@ def plan_kv_cache(
             f"the KV cache gets {num_blocks} blocks of {bytes_per_block / 1e6:.2f} MB "
             f"({target.tokens_per_block} tokens each), limited by {limited_by}; "
             f"{free / 1e9:.2f} GB are free",
-            fix="raise --kv-cache-free-gpu-memory-fraction or --max-tokens-in-paged-kv-cache",
+            fix="raise --max-tokens-in-paged-kv-cache"
+            if limited_by == "max_tokens"
+            else "raise --kv-cache-free-gpu-memory-fraction",
         )
     return KvCachePlan(num_blocks, bytes_per_block, free, limited_by)
 

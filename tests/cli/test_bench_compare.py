@@ -119,3 +119,25 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_loaded(llmctl, en
     done = llmctl("bench", "latency", "--engine-dir", engines.target, *SHORT, *argv)
     assert done.code in (1, 2) and re.search(said, done.err), done.err
     assert "== plain" not in done.err
+
+
+def test_a_fix_names_no_option_that_a_comparison_refuses(llmctl, engines):
+    for engine_dir, entry, wanted in (
+        (engines.target, "lookahead", "--lookahead_config"),
+        (engines.target, f"draft-tree={engines.draft}", "--max_draft_len 16"),
+        (engines.draft, f"draft={engines.target}", "swap the two engines"),
+    ):
+        words = ("--engine-dir", engine_dir, *SHORT, "--compare-drafting", entry, "--json")
+        done = llmctl("bench", "latency", *words)
+        fix = json.loads(done.out)["error"]["fix"]
+        assert wanted in fix and fix.startswith(("rebuild", "swap")), fix
+        assert " or " not in fix
+
+
+def test_sizes_of_a_window_are_asked_for_where_the_engine_has_room_for_one(llmctl, engines):
+    for engine_dir, has_room in ((engines.target, True), (engines.draft, False)):
+        for sizes, first in (("auto", '--lookahead-config "'), ("[9,9,9]", "smaller sizes, ")):
+            words = ("--max-output-len", 1, "--lookahead-config", sizes, "--json")
+            done = llmctl("run", "--engine-dir", engine_dir, *words)
+            fix = json.loads(done.out)["error"]["fix"]
+            assert fix.startswith(first if has_room else "rebuild it with"), fix

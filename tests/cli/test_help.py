@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -22,6 +23,13 @@ def _paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 PATHS = list(_paths(make_command(COMMANDS)))
 NAMES = [" ".join(path) or "llmctl" for path in PATHS]
+
+
+def _command(path: tuple[str, ...]) -> Any:
+    command: Any = make_command(COMMANDS)
+    for name in path:
+        command = command.commands[name]
+    return command
 
 
 def examples(text: str) -> list[str]:
@@ -46,9 +54,7 @@ def test_help_fits_one_screen(llmctl, monkeypatch, path):
 @pytest.mark.parametrize("path", [path for path in PATHS if path], ids=NAMES[1:])
 def test_help_all_shows_every_option_and_help_says_how_many_more(llmctl, path):
     short = llmctl(*path, "--help")
-    command: Any = make_command(COMMANDS)
-    for name in path:
-        command = command.commands[name]
+    command = _command(path)
     if hasattr(command, "commands") and not _options(short.out) - {"-h, --help"}:
         return  # a group without options of its own
     whole = llmctl(*path, "--help-all")
@@ -85,3 +91,22 @@ def test_help_follows_a_narrow_terminal(llmctl, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     above = llmctl("quantize", "--help").out.partition("Examples:\n")[0]
     assert max(map(len, above.splitlines())) <= 80
+
+
+def test_every_option_that_a_fix_names_is_there(repository):
+    """Of some command: a fix may be to build again."""
+    known = {
+        option
+        for path in PATHS
+        for each in _command(path).params
+        for option in (*each.opts, *each.secondary_opts)
+    }
+    found = set()
+    for folder in ("cli", "quantize", "builder", "runtime"):
+        for path in (repository / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.keyword) and node.arg in ("fix", "general_fix"):
+                    said = ast.unparse(node.value)
+                    found |= {(path.name, o) for o in re.findall(r"(?<!\w)--[a-z][\w-]*\w", said)}
+    odd = {(n, o) for n, o in found if o.replace("_", "-") not in known | {"--upgrade"}}  # of pip
+    assert len(found) > 50 and not odd

@@ -26,6 +26,7 @@ def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None)
             "draft and target look swapped: the engine given as draft was built with "
             f"--speculative_decoding_mode {EXTERNAL_DRAFTS}, the one given as target was not",
             fix="swap the values of --engine-dir and --draft-engine",
+            general_fix="swap the two engines",
         )
     chosen = check_target(target, draft_len)
     _require_equal("backend", target.backend, draft.backend)
@@ -49,11 +50,15 @@ def require_trees(target: EngineConfig, draft: EngineConfig, tree: DraftTree) ->
     least = max(tree.depth, 3) if BACKENDS[draft.backend].on_gpu and tree.width > 1 else 1
     wanted = max(tree.width, least)
     if tree.depth > 1 and wanted > most:
+        rebuild = (
+            f"rebuild it with --speculative_decoding_mode {EXTERNAL_DRAFTS} "
+            f"--max_draft_len {wanted - 1}"
+        )
         raise PairMismatch(
             f"{OPTION} {tree} needs {wanted} tokens of a sequence in a step of the draft engine; "
             f"it was built for {most}",
-            fix=f"rebuild it with --speculative_decoding_mode {EXTERNAL_DRAFTS} "
-            f"--max_draft_len {wanted - 1}, or give a smaller tree",
+            fix=f"{rebuild}, or give a smaller tree",
+            general_fix=rebuild,
         )
 
 

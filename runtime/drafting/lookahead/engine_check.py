@@ -18,19 +18,22 @@ def check_engine(
     """
     build = target.build_config
     if build["kv_cache_type"] == "CONTINUOUS":
+        rebuild = "rebuild the engine with --kv-cache-type paged"
         raise Unsupported(
             "lookahead decoding drafts trees; an engine with --kv-cache-type continuous verifies "
             "chains",
-            fix="--ngram-config, or rebuild the engine with --kv-cache-type paged",
+            fix=f"--ngram-config, or {rebuild}" if build["max_draft_len"] else rebuild,
+            general_fix=rebuild,
         )
     chosen = config or built_config(target)
     wanted, most = chosen.max_draft_len, int(build["max_draft_len"])
     if wanted > most:
+        rebuild = _rebuild(str(chosen))
         raise PairMismatch(
             f"--lookahead-config [{chosen}] is {wanted} drafts a round, (N - 2) + (W - 1 + G) * "
             f"(N - 1); the engine was built for max_draft_len {most}",
-            fix=f"smaller sizes, or rebuild it with: llmctl build --speculative_decoding_mode "
-            f'{MODE} --lookahead_config "[{chosen}]"',
+            fix=f"smaller sizes, or {rebuild}" if most else rebuild,
+            general_fix=rebuild,
         )
     if draft_len is not None and draft_len > wanted:
         raise PairMismatch(
@@ -45,9 +48,17 @@ def built_config(target: EngineConfig) -> LookaheadDecodingConfig:
     it was read. Raises PairMismatch where it was built without."""
     facts = target.build_config.get("draft_heads")
     if not is_built_for(target, MODE) or not facts:
+        rebuild, has_room = _rebuild("W,N,G"), bool(target.build_config["max_draft_len"])
         raise PairMismatch(
             "the engine was built without --lookahead_config, so that auto says nothing",
-            fix='--lookahead-config "[W,N,G]", or rebuild it with: llmctl build '
-            f'--speculative_decoding_mode {MODE} --lookahead_config "[W,N,G]"',
+            fix=f'--lookahead-config "[W,N,G]", or {rebuild}' if has_room else rebuild,
+            general_fix=rebuild,
         )
     return LookaheadDecodingConfig(**facts)
+
+
+def _rebuild(sizes: str) -> str:
+    return (
+        f"rebuild it with: llmctl build --speculative_decoding_mode {MODE} "
+        f'--lookahead_config "[{sizes}]"'
+    )

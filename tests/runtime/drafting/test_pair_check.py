@@ -58,7 +58,7 @@ def test_swapped_engines_are_recognised():
     assert "--draft-engine" in caught.value.fix
 
 
-@pytest.mark.parametrize("draft_len, flag", [(5, "--max_draft_len 5"), (None, "--max_draft_len 1")])
+@pytest.mark.parametrize("draft_len, flag", [(5, "--max_draft_len 5"), (None, "--max_draft_len 4")])
 def test_a_target_without_room_for_drafts_names_the_flags_to_rebuild_with(draft_len, flag):
     for check in (
         lambda: check_pair(engine(), engine(), draft_len),

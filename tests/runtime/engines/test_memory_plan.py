@@ -37,6 +37,9 @@ def test_a_token_cap_is_combined_by_minimum() -> None:
 
 
 def test_a_pool_of_no_blocks_is_refused_with_the_numbers() -> None:
+    with pytest.raises(OutOfMemory, match="limited by max_tokens") as refused:
+        plan_kv_cache([Shape(5_000_000)], max_tokens=1, free_bytes=10**12)
+    assert refused.value.fix == "raise --max-tokens-in-paged-kv-cache"
     with pytest.raises(OutOfMemory, match="0 blocks of 5.00 MB.*limited by free memory"):
         plan_kv_cache([Shape(5_000_000)], free_bytes=1_000_000)
 
