@@ -7,6 +7,7 @@ Each way runs a few times in processes of its own, in turns; the best time of ea
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -52,16 +53,21 @@ def compare(base: list[str], draft: list[str]) -> tuple[str, list[str]]:
 
 
 def main() -> None:
-    llmctl, output, draft_len = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("llmctl", help="the program")
+    parser.add_argument("output", help="folder with target-engine and draft-engine")
+    parser.add_argument("draft_len", type=int)
+    given = parser.parse_args()
+    output, draft_len = given.output, given.draft_len
     base = ["run", "--engine_dir", f"{output}/target-engine", "--max_output_len", "128"]
     base += ["--input_text", PROMPT]
     quiet = ["--json", "--log_level", "warning"]
-    draft = ["--draft_engine", f"{output}/draft-engine", "--draft_len", draft_len]
+    draft = ["--draft_engine", f"{output}/draft-engine", "--draft_len", str(draft_len)]
     for name, sampling in MODES.items():
         command = [*base, *sampling]
         for extra in ([], draft):
             print(f"\n$ llmctl {shlex.join([*command, *extra])}", file=sys.stderr)
-        text, lines = compare([llmctl, *command, *quiet], draft)
+        text, lines = compare([given.llmctl, *command, *quiet], draft)
         print(f"\n{PROMPT}{text}\n\n{name}, draft_len {draft_len}")
         print("\n".join(lines), flush=True)
 

@@ -9,6 +9,7 @@ lets it install itself. Standard library only.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import subprocess
@@ -23,7 +24,9 @@ TIMEOUT_S = 30
 
 
 def main() -> None:
-    target_python = sys.argv[1]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("python", help="interpreter to install pip for")
+    target_python = parser.parse_args().python
     with urlopen(INDEX, timeout=TIMEOUT_S) as reply:
         files = json.load(reply)["urls"]
     wheel = next(file for file in files if file["filename"].endswith("py3-none-any.whl"))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
@@ -127,6 +126,8 @@ def compile_all(specs: Sequence[KernelSpec]) -> Iterator[tuple[KernelSpec, Compi
 
 def _disassemble(kernels: Sequence[CompiledKernel], capability: str) -> list[str]:
     """Kept between runs, as compiled kernels are; addresses count from a place of no meaning."""
+    import triton
+
     codes = [dict(elf_sections(kernel.cubin))[f".text.{kernel.entry}"] for kernel in kernels]
     disassembler = f"triton {triton.__version__}, {capability}\n".encode()
     folder = cache_home() / "llmctl" / "disassembled"
@@ -140,6 +141,8 @@ def _disassemble(kernels: Sequence[CompiledKernel], capability: str) -> list[str
 
 def _run_disassembler(codes: Sequence[bytes], capability: str) -> list[str]:
     """All in one call, as one run of instructions: a call takes 0.3 s, however little there is."""
+    import triton
+
     if not codes:
         return []
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
