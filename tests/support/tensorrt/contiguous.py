@@ -26,8 +26,8 @@ class LinearCache:
         engine = plan_engine(checkpoint, "tensorrt-rtx", kv_cache_type="continuous", **options)
         self.max_draft_len = engine.limits.max_draft_len
         self.networks: dict[str, PieceNetwork] = networks_of(engine)
-        self.pieces = {name: EvaluatedPiece(piece) for name, piece in self.networks.items()}
-        self.weights = {name: to_numpy(w) for name, w in weights_of(engine).items()}
+        weights = {name: to_numpy(w) for name, w in weights_of(engine).items()}
+        self.pieces = {n: EvaluatedPiece(piece, weights) for n, piece in self.networks.items()}
         self.capacity = engine.limits.max_seq_len
         self.caches: dict[str, np.ndarray] = {}
         for name, tensor in self.pieces["whole"].evaluator.inputs.items():
@@ -65,9 +65,6 @@ class LinearCache:
                 drafts[:, : length - 1] = ids[:, 1 : rows.shape[1]]
                 arrays["drafts"] = drafts
         feeds = {name: np.ascontiguousarray(a, np.int32) for name, a in arrays.items()} | more
-        for binding in self.pieces[piece].bindings:
-            if binding.name in self.weights:
-                feeds[binding.name] = self.weights[binding.name].reshape(binding.shape)
         feeds |= {name: cache[slots] for name, cache in self.caches.items()}
         found = self.pieces[piece].evaluator.run(feeds)
         for name, cache in self.caches.items():

@@ -133,9 +133,14 @@ class EvaluatedProgram:
 class EvaluatedPiece:
     """One network with the shapes of its bindings."""
 
-    def __init__(self, piece: PieceNetwork) -> None:
+    def __init__(
+        self, piece: PieceNetwork, weights: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """weights: where all runs have the same."""
         self.bindings = piece.bindings
-        self.evaluator = Evaluator(piece.network, piece.constants)
+        fixed = {b.name: weights[b.name].reshape(b.shape) for b in piece.bindings
+                 if weights and b.name in weights}  # fmt: skip
+        self.evaluator = Evaluator(piece.network, piece.constants, fixed)
 
     def run(self, call: OpCall, step: StepInputs) -> None:
         """Evaluate with the call's tensors; nothing where the step has no row for it."""

@@ -45,15 +45,23 @@ _CLASSES = {
     "UNSQUEEZE": "IUnsqueezeLayer",
 }
 
+_OF_RUNS = {"ATTENTION_INPUT", "ATTENTION_OUTPUT", "DIST_COLLECTIVE"}  # never computed once
+
 
 class Evaluator:
     """One network, ready to be evaluated again and again.
 
     `constants` are the arrays of constant layers by the name of their output, for types that
-    TensorRT's Python interface does not hand back (FP8, BF16).
+    TensorRT's Python interface does not hand back (FP8, BF16). `fixed` are inputs that are the same
+    in all runs. What follows from these and from constants alone is computed once.
     """
 
-    def __init__(self, network: Any, constants: Mapping[str, np.ndarray] | None = None) -> None:
+    def __init__(
+        self,
+        network: Any,
+        constants: Mapping[str, np.ndarray] | None = None,
+        fixed: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         self.network = network
         kept = constants or {}
         found = [
@@ -61,16 +69,27 @@ class Evaluator:
         ]
         self.inputs = {t.name: t for t in map(network.get_input, range(network.num_inputs))}
         self.outputs = [network.get_output(index).name for index in range(network.num_outputs)]
-        self.layers = [found[index] for index in dependency_order(found, set(self.inputs))]
+        self._fixed, self.layers = self._checked(fixed or {}), []
+        self._given = set(self.inputs) - set(self._fixed)
+        for index in dependency_order(found, set(self.inputs)):
+            layer = found[index]
+            if layer.kind in _OF_RUNS or not set(filter(None, layer.inputs)) <= set(self._fixed):
+                self.layers.append(layer)
+            else:
+                _step(layer, self._fixed)
 
     def start(self, feeds: Mapping[str, np.ndarray]) -> Values:
         """The values that are known before any layer: the inputs, checked."""
-        if set(feeds) != set(self.inputs):
-            odd = sorted(set(feeds) ^ set(self.inputs))[0]
+        if set(feeds) != self._given:
+            odd = sorted(set(feeds) ^ self._given)[0]
             raise BadFeed(f"{odd!r} is {'not an input' if odd in feeds else 'an input not given'}")
+        return self._fixed | self._checked(feeds)
+
+    def _checked(self, feeds: Mapping[str, np.ndarray]) -> Values:
         values = {}
-        for name, tensor in self.inputs.items():
-            array, shape = np.asarray(feeds[name]), tuple(tensor.shape)
+        for name, feed in feeds.items():
+            tensor = self.inputs[name]
+            array, shape = np.asarray(feed), tuple(tensor.shape)
             fits = len(shape) == array.ndim and all(
                 dim in (-1, size) for dim, size in zip(shape, array.shape, strict=True)
             )
