@@ -50,8 +50,8 @@ ON_A_GPU_MACHINE = [
 # Worlds of support/trees.py: one of each class of head size, the wide one with most to do.
 TREES_HERE = ("64, FP8", "96, float16, sinks")
 # Tokens per block, for kernels with most to do and for all: more pages to a tile, one, and more
-# tiles to a page.
-PAGES_HERE, PAGES_ON_A_GPU_MACHINE = (8, 16, 1024), (8, 16, 64, 128, 1024)
+# tiles to a page. With 8 a kernel has the registers that it has with 16, or more.
+PAGES_HERE, PAGES_ON_A_GPU_MACHINE = (8, 1024), (8, 16, 64, 128, 1024)
 # Of chunk.cu, by (query heads, key/value heads) and cache.
 _CHUNK_HEADS, _CHUNK_CACHES = ((64, 8), (7, 1), (3, 3)), ("bfloat16", "float16", "fp8 of float16")
 CHUNKS_HERE = [

@@ -95,13 +95,11 @@ def test_many_tokens_meet_four_bits_as_fp8_in_scratch_memory():
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float16])
 def test_int8_keys_and_values_round_to_nearest_and_compile_without_spills(dtype):
+    """By the smallest variant and those with most registers, of one row tile and of two: all store
+    with the same PTX, and have the registers that they have with an FP8 cache."""
     call, limits = make_call("packed_linear_rope_kv", dtype), replace(LIMITS, kv_dtype="int8")
-    fitting = [
-        variant
-        for variant in map(DecodeVariant.parse, VARIANTS[:8])
-        if variant.fits(*call.inputs["weight"].shape[:2], dtype == FP8)
-    ]
-    for _, kernel, code in compile_all([decode_spec(call, v, limits) for v in fitting]):
+    variants = map(DecodeVariant.parse, ("n8r1c4s5k1g0f0", "n16r2c2s5k1g0f2", "n32r1c2s8k1g0f0"))
+    for _, kernel, code in compile_all([decode_spec(call, v, limits) for v in variants]):
         assert kernel.local_bytes == 0
         found = re.findall(r"\bF2I\.\S+", code)
         signed = [name for name in found if ".U" not in name]  # integers divide through unsigned
