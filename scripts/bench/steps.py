@@ -25,6 +25,7 @@ import torch
 from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.plugins.ops.packed_linear.tactics import tactic_of
 from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention import ways as attention
 from llmctl.plugins.ops.paged_attention.verification import verification
 from llmctl.plugins.ops.paged_attention.verification.verification import Variant
 from scripts.bench.layers_support import CONTEXT, Model
@@ -73,9 +74,9 @@ class Steps:
                 ways += [variant] * (variant.splits * groups <= limits.num_sms)
         logits = None
         for way in ways:
-            with patch.object(kernel, "choose_variant", lambda *_, way=way: way):
-                few = kernel._few if way is None else lambda *_: None
-                with patch.object(kernel, "_few", few):
+            with patch.object(attention, "choose_variant", lambda *_, way=way: way):
+                cut = attention.choose_cut if way is None else lambda *_: None
+                with patch.object(attention, "choose_cut", cut):
                     ms = self.time(context, tokens)
             us = (ms - without) / self.layers * 1e3
             line = self.told(str(way or "the others"), ms, context, logits)

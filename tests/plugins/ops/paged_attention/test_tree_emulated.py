@@ -13,7 +13,7 @@ from support.trees import differing_chosen, differing_tokens, random_parents
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch, LaunchEnv
 from llmctl.plugins.core.calls import StepInputs
-from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention import ways
 from llmctl.plugins.ops.paged_attention.tree import tree
 from llmctl.plugins.ops.paged_attention.verification.verification import Variant
 
@@ -56,8 +56,8 @@ def world_of(group: int, length: int, parents: Sequence[int] = (), per_page: int
 def tree_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Single tokens run by verification.cu, chains and trees by tree.cu."""
     alone = Variant(4, 4, 8)
-    monkeypatch.setattr(kernel, "_few", lambda *step: None)
-    monkeypatch.setattr(kernel, "choose_variant", lambda *step: alone)
+    monkeypatch.setattr(ways, "choose_cut", lambda *step: None)
+    monkeypatch.setattr(ways, "choose_variant", lambda *step: alone)
     monkeypatch.setattr(tree, "choose_tree_variant", lambda *step: None)
     monkeypatch.setattr(tree, "estimate_us", lambda *step: 0.1)
 

@@ -15,7 +15,7 @@ from support.trees import differing_chosen, differing_tokens, random_parents
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch, LaunchEnv
 from llmctl.plugins.core.calls import StepInputs
-from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention import ways
 from llmctl.plugins.ops.paged_attention.tree import tree
 from llmctl.plugins.ops.paged_attention.verification.verification import Variant
 
@@ -61,8 +61,8 @@ def force(monkeypatch: pytest.MonkeyPatch, alone: Variant, many: Variant) -> Non
     def choose(call: object, limits: object, requests: int, tokens: int, most: int) -> Variant:
         return alone if tokens == 1 else many
 
-    monkeypatch.setattr(kernel, "_few", lambda *step: None)
-    monkeypatch.setattr(kernel, "choose_variant", choose)
+    monkeypatch.setattr(ways, "choose_cut", lambda *step: None)
+    monkeypatch.setattr(ways, "choose_variant", choose)
     monkeypatch.setattr(tree, "choose_tree_variant", lambda *step: (many, 0.1))
     monkeypatch.setattr(tree, "estimate_us", lambda *step: None)
 
