@@ -8,9 +8,8 @@ import torch
 from support.attention import FP8, INT8, Part, World, run_one, same_bits, with_outputs
 from support.gpu import execute
 
-from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention import kernel, launch_arguments
 from llmctl.plugins.ops.paged_attention.batch import batch
-from llmctl.plugins.ops.paged_attention.shared import launch_arguments
 from llmctl.plugins.ops.paged_attention.tree import tree
 
 LENGTHS = (6000, 1500, 333)

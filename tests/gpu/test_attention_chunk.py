@@ -9,9 +9,8 @@ import torch
 from support.attention import FP8, Part, World, run_one, same_bits, with_outputs
 from support.gpu import execute
 
-from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention import kernel, launch_arguments
 from llmctl.plugins.ops.paged_attention.chunk import chunk
-from llmctl.plugins.ops.paged_attention.shared import launch_arguments
 
 LENGTHS = (5000, 1500, 333, 64, 1)
 WORLDS = [

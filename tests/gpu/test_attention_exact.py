@@ -16,9 +16,8 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, KernelSpec, Launch, LaunchEnv
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention import kernel, launch_arguments
 from llmctl.plugins.ops.paged_attention.generation import generation
-from llmctl.plugins.ops.paged_attention.shared import launch_arguments
 from llmctl.plugins.ops.paged_attention.verification import verification
 
 WORLDS = [

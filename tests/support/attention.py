@@ -23,8 +23,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepShape,
 )
 from llmctl.plugins.core.calls import OpCall, StepInputs
-from llmctl.plugins.ops.paged_attention import kernel
-from llmctl.plugins.ops.paged_attention.shared import launch_arguments
+from llmctl.plugins.ops.paged_attention import kernel, launch_arguments
 from llmctl.runtime.step import pack_trees
 from support.kernel import step_arrays
 

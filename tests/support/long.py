@@ -11,13 +11,13 @@ import torch
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.ops.paged_attention.batch import batch
-from llmctl.plugins.ops.paged_attention.long import long
-from llmctl.plugins.ops.paged_attention.long_batch import long_batch
-from llmctl.plugins.ops.paged_attention.shared.launch_arguments import (
+from llmctl.plugins.ops.paged_attention.launch_arguments import (
     logit_scale,
     own_tensors,
     partials,
 )
+from llmctl.plugins.ops.paged_attention.long import long
+from llmctl.plugins.ops.paged_attention.long_batch import long_batch
 from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS
 from support.attention import Execute, Part, World, run_one
 

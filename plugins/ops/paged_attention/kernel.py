@@ -43,13 +43,13 @@ from llmctl.plugins.ops.paged_attention.chunk_fp8.chunk_fp8 import (
 )
 from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
 from llmctl.plugins.ops.paged_attention.generation.generation import covers, generation_specs
-from llmctl.plugins.ops.paged_attention.long.long import long_specs
-from llmctl.plugins.ops.paged_attention.long_batch.long_batch import long_batch_specs
-from llmctl.plugins.ops.paged_attention.shared.launch_arguments import (
+from llmctl.plugins.ops.paged_attention.launch_arguments import (
     logit_scale,
     own_tensors,
     partials,
 )
+from llmctl.plugins.ops.paged_attention.long.long import long_specs
+from llmctl.plugins.ops.paged_attention.long_batch.long_batch import long_batch_specs
 from llmctl.plugins.ops.paged_attention.shared.source_specs import SHORT, group_size
 from llmctl.plugins.ops.paged_attention.tree import tree
 from llmctl.plugins.ops.paged_attention.triton.specs import (

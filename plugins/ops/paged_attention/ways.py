@@ -23,13 +23,13 @@ from llmctl.plugins.ops.paged_attention.generation.generation import (
     covers,
     generation_launch,
 )
-from llmctl.plugins.ops.paged_attention.long.long import cut_of, long_launch
-from llmctl.plugins.ops.paged_attention.long_batch.long_batch import long_batch_launch
-from llmctl.plugins.ops.paged_attention.shared.launch_arguments import (
+from llmctl.plugins.ops.paged_attention.launch_arguments import (
     logit_scale,
     own_tensors,
     partials,
 )
+from llmctl.plugins.ops.paged_attention.long.long import cut_of, long_launch
+from llmctl.plugins.ops.paged_attention.long_batch.long_batch import long_batch_launch
 from llmctl.plugins.ops.paged_attention.shared.source_specs import group_size
 from llmctl.plugins.ops.paged_attention.shared.tiles import count_units
 from llmctl.plugins.ops.paged_attention.tree import tree

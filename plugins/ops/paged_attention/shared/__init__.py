@@ -1,1 +1,1 @@
-"""What the kernels share: how a context is divided, a launch's arguments, tiles and states."""
+"""What the kernels share: how a context is divided, a binary's name and macros, tiles, states."""

@@ -15,8 +15,8 @@ from support.attention_reference import is_near_reference
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch, LaunchEnv
 from llmctl.plugins.core.calls import OpCall
+from llmctl.plugins.ops.paged_attention import launch_arguments
 from llmctl.plugins.ops.paged_attention.batch import batch
-from llmctl.plugins.ops.paged_attention.shared import launch_arguments
 
 BOUND = 1 << 14  # tokens of a context, as far as a launch knows
 # Tokens of a request, lengths of contexts, and by how many warps these are shared: fewer than there

@@ -13,9 +13,9 @@ from support.attention import FP8, Part, same_bits
 from support.fp8_attention import Fp8World
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
+from llmctl.plugins.ops.paged_attention import launch_arguments
 from llmctl.plugins.ops.paged_attention.chunk_fp8 import chunk_fp8
 from llmctl.plugins.ops.paged_attention.reference import reference
-from llmctl.plugins.ops.paged_attention.shared import launch_arguments
 
 LENGTHS, ENDS = (600, 290, 40, 2400), {0: 512, 1: 256, 3: 2304}
 NAN = 0x7F

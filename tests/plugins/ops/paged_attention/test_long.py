@@ -13,8 +13,8 @@ from support.kernel import compile_all
 from llmctl.plugins.backends.cuda.kernel_spec import StepShape
 from llmctl.plugins.ops.paged_attention import kernel
 from llmctl.plugins.ops.paged_attention.batch import batch
+from llmctl.plugins.ops.paged_attention.launch_arguments import partials
 from llmctl.plugins.ops.paged_attention.long import long
-from llmctl.plugins.ops.paged_attention.shared.launch_arguments import partials
 
 WIDE = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (64, 64), "kv_dtype": FP8}
 NARROW = {**WIDE, "heads": 32}

@@ -1,4 +1,4 @@
-"""Arguments that several attention kernels share."""
+"""Arguments of launches: what every attention kernel takes, and the room that they share."""
 
 from __future__ import annotations
 
