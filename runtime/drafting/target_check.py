@@ -17,9 +17,13 @@ def is_built_for(config: EngineConfig, build_mode: str) -> bool:
 
 
 def check_target(
-    target: EngineConfig, draft_len: int | None, build_mode: str = EXTERNAL_DRAFTS
+    target: EngineConfig,
+    draft_len: int | None,
+    build_mode: str = EXTERNAL_DRAFTS,
+    less: str = "lower the draft length to",
 ) -> int:
-    """The draft length to use: `draft_len`, or what the engine was built for when None.
+    """The draft length to use: `draft_len`, or what the engine was built for when None. less: how
+    the user would ask for no more than a number.
 
     Raises PairMismatch when the engine cannot verify that many drafts of a method that needs
     `build_mode`.
@@ -40,7 +44,7 @@ def check_target(
     if wanted > most:
         raise PairMismatch(
             f"draft_len is {wanted}; the target engine was built for max_draft_len {most}",
-            fix=f"lower the draft length to {most}, or {rebuild}" if most else rebuild,
+            fix=f"{less} {most}, or {rebuild}" if most else rebuild,
             general_fix=rebuild,
         )
     return wanted

@@ -66,7 +66,8 @@ def refuse_small_steps(config: SchedulerConfig, limits: Limits, cuts: Cuts) -> N
     raise BadConfig(
         f"max_num_tokens is {limits.max_num_tokens}, less than one block of "
         f"{cuts.block} tokens, the smallest context chunk",
-        fix="rebuild with a larger --max_num_tokens or a smaller --tokens_per_block",
+        fix=f"ask for at least {cuts.block}, or rebuild with a larger --max_num_tokens or a "
+        "smaller --tokens_per_block",
     )
 
 

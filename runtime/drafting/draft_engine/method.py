@@ -61,7 +61,7 @@ class DraftEngine:
         if self.tree is None:
             return check_pair(target, configs[ROLE], self.draft_len)
         wanted = self.tree.nodes if self.draft_len is None else self.draft_len
-        found = check_pair(target, configs[ROLE], wanted)
+        found = check_pair(target, configs[ROLE], wanted, self.tree)
         require_trees(target, configs[ROLE], self.tree)
         return found
 

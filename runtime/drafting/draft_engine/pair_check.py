@@ -14,7 +14,9 @@ from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS
 from llmctl.runtime.drafting.target_check import check_target, is_built_for, require_continued
 
 
-def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None) -> int:
+def check_pair(
+    target: EngineConfig, draft: EngineConfig, draft_len: int | None, tree: DraftTree | None = None
+) -> int:
     """The draft length to use. Raises PairMismatch naming both values.
 
     Allowed to differ: model family, dtype and quantization; the padded vocabulary width, as long
@@ -28,7 +30,10 @@ def check_pair(target: EngineConfig, draft: EngineConfig, draft_len: int | None)
             fix="swap the values of --engine-dir and --draft-engine",
             general_fix="swap the two engines",
         )
-    chosen = check_target(target, draft_len)
+    less = (
+        "lower the draft length to" if tree is None else f"give a {OPTION} whose nodes are at most"
+    )
+    chosen = check_target(target, draft_len, less=less)
     _require_equal("backend", target.backend, draft.backend)
     _check_vocabulary(target, draft)
     _require_equal(

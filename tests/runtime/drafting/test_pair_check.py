@@ -77,6 +77,12 @@ def test_a_draft_len_beyond_the_target_names_both_numbers():
     assert "--max_draft_len 9" in caught.value.fix
 
 
+def test_a_tree_beyond_the_target_is_to_have_fewer_nodes():
+    with pytest.raises(PairMismatch, match="draft_len is 16") as caught:
+        check_pair(engine(max_draft_len=4), engine(), 16, DraftTree(5, 3, 16))
+    assert caught.value.fix.startswith("give a --draft-tree whose nodes are at most 4, or rebuild")
+
+
 def test_tokenizers_are_compared_by_content_and_not_by_file_name():
     target = engine(max_draft_len=4)
     same = {"files": ["other.json"], "hash": "a" * 64, "vocab_size": 1000}
