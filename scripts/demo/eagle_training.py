@@ -17,7 +17,7 @@ from scripts.demo.eagle_head import EagleHead
 from scripts.demo.head_rows import HeadRows
 from scripts.demo.head_training import DECAY, Accuracy, accuracy_of
 from scripts.demo.model import Llama
-from scripts.demo.training import Schedule, fit
+from scripts.demo.training import Schedule, fit, mixed
 
 HARD_SHARE = 0.3  # of cross-entropy to the likeliest token, which greedy acceptance asks for
 
@@ -50,7 +50,7 @@ def read_features(
     device = target.model.norm.weight.device
     features, hidden, chosen = [], [], []
     for part in tokens.to(device).split(batch):
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed(device):
             rotary = target.get_buffer("rotary")[:, : part.shape[1]]
             x = target.model.embed_tokens(part)
             entering = []
@@ -128,7 +128,7 @@ def measure_eagle(
     tops: list[list[Tensor]] = [[] for _ in range(num_steps)]
     for at in torch.arange(len(rows.features)).split(batch):
         part = rows[at.to(rows.features.device)]
-        with torch.autocast(part.features.device.type, torch.bfloat16):
+        with mixed(part.features.device):
             found = head.unroll(
                 part.features[:, :length].float(), part.text.tokens[:, 1:-1], num_steps
             )

@@ -17,6 +17,7 @@ from torch import Tensor
 from scripts.demo.batches import TokenStream, with_bos
 from scripts.demo.generation import generate
 from scripts.demo.model import Llama
+from scripts.demo.training import mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def read_rows(target: Llama, tokens: Tensor, batch: int = 8) -> HeadRows:
     for part, own, best in zip(
         *(each.split(batch) for each in (tokens, hidden, chosen)), strict=True
     ):
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed(device):
             states = target.states(part)
             logits = F.linear(states, target.model.embed_tokens.weight)
         own.copy_(states)
@@ -126,7 +127,7 @@ def written_rows(
     device = target.model.norm.weight.device
     parts = []
     for part in prompts.to(device).split(batch):
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed(device):
             more = generate(target, part, length - part.shape[1], temperature)
         parts.append(torch.cat([part, more], dim=1))
     return torch.cat(parts)

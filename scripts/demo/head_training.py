@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scripts.demo.head_rows import HeadRows
 from scripts.demo.heads import DraftHeads
-from scripts.demo.training import Schedule, fit
+from scripts.demo.training import Schedule, fit, mixed, product_dtype
 
 AT_A_TIME = 2048  # positions that are measured together
 DECAY = 0.8  # weight of a head's loss over that of the head before
@@ -82,7 +82,7 @@ def train_heads(
     labels = _Labels.from_rows(rows, heads.num_depths)
     device = rows.tokens.device
     drawn = _draw(labels.counts[:, 0].nonzero()[:, 0], batch, seed)
-    projection = projection.to(rows.hidden.dtype)
+    projection = projection.to(product_dtype(device))
 
     def lost(*read: Tensor) -> Tensor:
         return _lost(heads, projection, *read)
@@ -109,7 +109,7 @@ def _lost(
     loss = torch.zeros((), device=hidden.device)
     for depth, logits in enumerate(heads.logits(hidden.float(), tokens)):
         said = logits.float().log_softmax(-1)
-        wanted = F.linear(ahead[:, depth], projection).float().softmax(-1)
+        wanted = F.linear(ahead[:, depth].to(projection.dtype), projection).float().softmax(-1)
         soft = (wanted * said).sum(-1)
         hard = said.gather(1, chosen[:, depth, None])[:, 0]
         each = ((1 - CHOSEN) * soft + CHOSEN * hard) * counts[:, depth]
@@ -125,7 +125,7 @@ def measure(heads: DraftHeads, rows: HeadRows, start: int = 0) -> Accuracy:
     tokens = rows.following(heads.num_depths)[:, start:].flatten(0, 1)
     best: list[list[Tensor]] = [[] for _ in range(heads.num_depths)]
     for part in torch.arange(len(hidden), device=hidden.device).split(AT_A_TIME):
-        with torch.autocast(hidden.device.type, torch.bfloat16):
+        with mixed(hidden.device):
             found = heads.logits(hidden[part].float(), tokens[part])
         for depth, logits in enumerate(found):
             best[depth].append(logits.topk(10, -1).indices)

@@ -41,6 +41,19 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
+def product_dtype(device: torch.device) -> torch.dtype:
+    """Of heads' matrix products: BF16, but on a CPU without AVX-512, where FP32 is seven times as
+    fast."""
+    is_slow = device.type == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    return torch.float32 if is_slow else torch.bfloat16
+
+
+def mixed(device: torch.device) -> AbstractContextManager[object]:
+    """Matrix products in `product_dtype`."""
+    dtype = torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=product_dtype(device) == dtype)
+
+
 def train(
     model: Llama,
     batches: Iterator[Tensor],
@@ -114,7 +127,7 @@ def fit(
     for step in range(schedule.num_steps):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed(device):
             loss = loss_of()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(parameters, schedule.max_grad_norm)
