@@ -59,10 +59,10 @@ quiet_pip() {
 install_torch() {
     "$python" -c 'import torch' >/dev/null 2>&1 && return
     say "installing PyTorch $torch_version for CPU (about 200 MB)"
-    "$python" -m pip install --quiet --retries 1 --timeout 20 \
+    "$python" -m pip install "$compile" --quiet --retries 1 --timeout 20 \
         --index-url "$torch_cpu_index" "torch==$torch_version" >/dev/null 2>&1 && return
     say "$torch_cpu_index did not answer; taking the default index (its build may be gigabytes)"
-    quiet_pip install "torch==$torch_version"
+    quiet_pip install "$compile" "torch==$torch_version"
 }
 
 # What an installation was made from and for; another one is needed when it changes.
@@ -91,8 +91,18 @@ make_environment() {
         rm -rf "$environment"
         make_venv "$environment"
     }
+    # Modules are compiled when they are imported, most never; or now, if that could not be kept.
+    compile=--no-compile
+    [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile
+    say "compiling the kernels"
+    "$python" plugins/backends/cpu/compile.py >/dev/null 2>&1 & # beside PyTorch's download
+    compiling=$!
     install_torch
-    say "installing llmctl, compiling its kernels"
-    quiet_pip install --editable ".[$1]"
+    say "installing llmctl"
+    if wait "$compiling"; then
+        export LLMCTL_KERNELS_COMPILED=1
+    fi # else pip compiles them again, and says what is wrong
+    quiet_pip install "$compile" --editable ".[$1]"
+    unset LLMCTL_KERNELS_COMPILED
     fingerprint "$1" >"$stamp"
 }
