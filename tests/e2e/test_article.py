@@ -53,6 +53,8 @@ def _smaller(words: list[str]) -> list[str]:
             word = f"{name}={SIZES[name]}"
         found.append(word)
         previous = word
+    if words[0] == "quantize":  # rows are as long as they can be unless a line says otherwise
+        found += ["--calib_max_seq_length", "32"]
     return found
 
 

@@ -77,7 +77,7 @@ def requests(prompts: PromptMaker) -> list[Request]:
             end_id=1,
             bad_words=((300,), (301, 302)) if index % 7 == 0 else (),
         )
-        for index, prompt in enumerate(prompts(60))
+        for index, prompt in enumerate(prompts(36))
     ]
 
 

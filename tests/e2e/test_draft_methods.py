@@ -95,13 +95,13 @@ def test_a_method_runs_through_the_whole_runtime_and_changes_no_token(demo: Demo
 @pytest.mark.parametrize("name", ["target-bfloat16", "target-fp8"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_trees_change_no_token(demo: DemoPair, prompts: PromptMaker, name, window):
-    """Greedy and seeded requests with penalties, 24 in flight on 16 places, chunks, reuse."""
+    """Greedy and seeded requests with penalties, 18 in flight on 16 places, chunks, reuse."""
     configs = [
         SamplingConfig(),
         SamplingConfig(temperature=0.8, top_k=0, seed=5),
         SamplingConfig(repetition_penalty=1.2, frequency_penalty=0.1),
     ]
-    requests = [Request(prompt, 40, configs[index % 3]) for index, prompt in enumerate(prompts(24))]
+    requests = [Request(prompt, 24, configs[index % 3]) for index, prompt in enumerate(prompts(18))]
     options = {} if window is None else {"windows": WindowOptions((window,), 4)}
     with demo.executor(name, enable_block_reuse=False, **options) as executor:
         wanted = [run_all(executor, [request])[0] for request in requests]
@@ -110,4 +110,4 @@ def test_trees_change_no_token(demo: DemoPair, prompts: PromptMaker, name, windo
     with opened.executor() as executor:
         assert run_all(executor, requests) == wanted
         stats = executor.get_speculation_stats()
-    assert stats.accepted_tokens > 200
+    assert stats.accepted_tokens > 90

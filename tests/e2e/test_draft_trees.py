@@ -104,7 +104,7 @@ def test_a_tree_has_more_tokens_a_round_than_the_chain_of_its_depth(
     demo: DemoPair, pair: Pair, requests: list[Request]
 ) -> None:
     """Greedy requests, which alone have trees."""
-    greedy = [Request(request.input_token_ids, 48, SamplingConfig()) for request in requests]
+    greedy = [Request(request.input_token_ids, 32, SamplingConfig()) for request in requests]
     lengths = []
     for method in (DraftEngine(pair.draft, 4), DraftEngine(pair.draft, tree=DraftTree(4, 3, 16))):
         options = EngineOptions(pair.target, method)
@@ -121,7 +121,7 @@ def test_the_cuda_host_drafts_trees_too(
     """Over the fake device. Its steps have a token for every place of a tree, so it needs a draft
     engine with as much room."""
     method = DraftEngine(pair.target, tree=TREES[0])
-    assert accepted_by_host(pair.target, method, requests, plain) > 200
+    assert accepted_by_host(pair.target, method, requests, plain) > 100
 
 
 def test_rounds_of_the_device_draft_trees_and_change_no_token(
@@ -134,7 +134,7 @@ def test_rounds_of_the_device_draft_trees_and_change_no_token(
     ]
     runs = list(rounds_on_device(pair.target, cases, requests, plain, monkeypatch))
     for run, most in zip(runs, (5, 2), strict=True):
-        assert run.num_rounds > 3
+        assert run.num_rounds > 1
         length = 1 + run.stats.accepted_tokens / run.stats.rounds
         assert 0.7 * most < length <= most, "the target knows its own text"
 

@@ -80,7 +80,7 @@ def test_a_head_that_knows_the_text_changes_no_token(
         assert run_all(executor, requests) == plain
         assert run_all(executor, requests[:4]) == plain[:4], "again, from a warm cache"
         stats = executor.get_speculation_stats()
-    assert stats.accepted_tokens > 150
+    assert stats.accepted_tokens > 100
     deepest = {"chain": DRAFT_LEN, "dynamic": 8, "static": CHOICES.depth}[kind]
     assert len(stats.accepted_at_position) == deepest, "whole paths were accepted"
 
@@ -138,10 +138,10 @@ def test_the_cuda_host_drafts_from_a_head_too(
 ) -> None:
     """Over the fake device, which has the CPU's arithmetic. A level of a tree takes as many rows
     there as the tree has places."""
-    assert accepted_by_host(engine, DRAFTING, requests, plain) > 150
+    assert accepted_by_host(engine, DRAFTING, requests, plain) > 100
     small = {"dynamic": Eagle(3, num_offers=3), "static": Eagle(3, choices=CHOICES)}
     for method in small.values():
-        assert accepted_by_host(engine, method, requests, plain) > 60
+        assert accepted_by_host(engine, method, requests, plain) > 40
 
 
 def test_device_rounds_draft_from_a_head(
@@ -180,7 +180,7 @@ def test_the_device_accepts_what_the_host_would(
     engine: Path, opened: Opened, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over the fake device: the trees are the same, to the end of a text."""
-    asked = [Request(request.input_token_ids, 30, SamplingConfig()) for request in requests[:3]]
+    asked = [Request(request.input_token_ids, 16, SamplingConfig()) for request in requests[:3]]
     with opened(None) as executor:
         plain = run_all(executor, asked)
     everyone = list(range(len(asked)))

@@ -17,7 +17,7 @@ from llmctl.cli.main import execute
 FEWER = {
     "latency": ["--num-requests", "2"],
     "throughput": ["--num-requests", "4"],
-    "quantize": ["--calib-size", "4"],
+    "quantize": ["--calib-size", "4", "--calib-max-seq-length", "32"],
 }
 
 

@@ -21,7 +21,7 @@ def engine(demo: DemoPair) -> Path:
     checkpoint, path = demo.folder / "target-int8-checkpoint", demo.folder / "target-int8"
     folders = ["--model-dir", demo.examples / "demo-target", "--output-dir", checkpoint]
     demo.llmctl("quantize", *folders, "--qformat", "fp8", "--kv-cache-dtype", "int8",
-                "--calib-size", 8, "--calib-max-seq-length", 256)  # fmt: skip
+                "--calib-size", 8, "--calib-max-seq-length", 64)  # fmt: skip
     folders = ["--checkpoint-dir", checkpoint, "--output-dir", path]
     demo.llmctl("build", "--backend", "cpu", *folders, "--max-seq-len", 1024, "--max-draft-len",
                 DRAFT_LEN, "--speculative-decoding-mode", "draft_tokens_external")  # fmt: skip
@@ -33,7 +33,7 @@ def test_text_is_the_same_with_drafts_reuse_and_host_memory_and_near_the_exact_c
 ) -> None:
     requests = [
         Request(prompt, 16, SamplingConfig(0.8, 0, seed=index) if index % 2 else SamplingConfig())
-        for index, prompt in enumerate(prompts(30) * 2)
+        for index, prompt in enumerate(prompts(12) * 2)
     ]
     target = open_cpu_engine(engine)
     assert target.plan.kv_cache.dtype == "int8"
@@ -42,7 +42,7 @@ def test_text_is_the_same_with_drafts_reuse_and_host_memory_and_near_the_exact_c
     ) as executor:
         wanted = [run_all(executor, [request])[0] for request in requests]
     drafter = DraftEngineDrafter(open_cpu_engine(demo.engine("draft-fp8")), DRAFT_LEN)
-    config = ExecutorConfig(KvCacheConfig(30, num_host_blocks=200), check_invariants=True)
+    config = ExecutorConfig(KvCacheConfig(14, num_host_blocks=200), check_invariants=True)
     with Executor(open_cpu_engine(engine), drafter, config, CpuSampling()) as executor:
         assert run_all(executor, requests) == wanted
         assert executor.get_latest_iteration_stats()[-1].kv_cache_stats.onboarded_blocks > 0

@@ -24,7 +24,7 @@ MAX_TOKENS = 320  # in the cache: two prompts, so that most are evicted before t
 @pytest.fixture(scope="module")
 def requests(prompts: PromptMaker) -> list[Request]:
     """Long prompts, each asked three times with other endings and far between."""
-    stems = [prompt for prompt in prompts(240) if len(prompt) > 70][:16]
+    stems = [prompt for prompt in prompts(240) if len(prompt) > 70][:9]
     return [
         Request((*stem, 50 + turn), 6, SamplingConfig(temperature=0.8, top_k=0, seed=turn))
         for turn in range(3)

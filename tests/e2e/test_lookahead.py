@@ -66,7 +66,7 @@ def test_a_window_changes_no_token(
         assert run_all(executor, requests[:4]) == plain[:4], "again, from a warm cache"
         stats = executor.get_speculation_stats()
         assert not executor._worker._loop._drafter._states, "ended sequences are forgotten"
-    assert stats.accepted_tokens > 15
+    assert stats.accepted_tokens > 10
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 3, 4), (4, 4, 0), (3, 2, 6)], ids=str)
@@ -137,7 +137,7 @@ def test_the_cuda_host_looks_ahead_too(
     engine: Path, requests: list[Request], plain: Outputs
 ) -> None:
     """Over the fake device, which has the CPU's arithmetic."""
-    assert accepted_by_host(engine, BUILT, requests, plain) > 15
+    assert accepted_by_host(engine, BUILT, requests, plain) > 10
 
 
 def test_device_rounds_look_ahead(
@@ -149,7 +149,7 @@ def test_device_rounds_look_ahead(
     smaller = LookaheadDecoding(LookaheadDecodingConfig(2, 3, 2))
     cases = (
         (LookaheadDecoding(), alone[:3]),
-        (smaller, [*alone, *range(2, len(requests), 12)]),
+        (smaller, [*alone, 14]),
     )
     runs = list(rounds_on_device(engine, cases, requests, plain, monkeypatch))
     assert [run.stats.accepted_tokens > 3 and run.num_rounds > 3 for run in runs] == [True] * 2

@@ -29,7 +29,7 @@ def test_heads_change_no_token(
         assert run_all(executor, requests) == plain
         assert run_all(executor, requests[:4]) == plain[:4], "again, from a warm cache"
         stats = executor.get_speculation_stats()
-    assert stats.accepted_tokens > 15
+    assert stats.accepted_tokens > 10
     assert len(stats.accepted_at_position) == 3, "as deep as the first nodes of the tree go"
 
 
@@ -76,7 +76,7 @@ def test_the_cuda_host_drafts_from_heads_too(
     demo: DemoPair, requests: list[Request], plain: Outputs
 ) -> None:
     """Over the fake device, which has the CPU's arithmetic."""
-    assert accepted_by_host(demo.engine(ENGINE), Medusa(), requests, plain) > 15
+    assert accepted_by_host(demo.engine(ENGINE), Medusa(), requests, plain) > 10
 
 
 def test_device_rounds_draft_from_heads(

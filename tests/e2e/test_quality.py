@@ -16,7 +16,7 @@ from scripts.demo.evaluation import losses
 from scripts.demo.tokenizer import BOS_ID
 
 NUM_PROMPTS, NUM_TOKENS = 24, 48
-WINDOW, NUM_WINDOWS = 512, 24  # perplexity: windows of held-out text, each from an empty cache
+WINDOW, NUM_WINDOWS = 256, 12  # perplexity: windows of held-out text, each from an empty cache
 
 
 @pytest.fixture(scope="module")

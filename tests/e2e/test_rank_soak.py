@@ -17,9 +17,9 @@ def test_two_ranks_answer_as_one_does(demo: DemoPair, capsys: pytest.CaptureFixt
         draft_engine=demo.engine("draft-fp8"),
         ngram=False,
         ranks_on_one_device=False,
-        seconds=3.0,
+        seconds=1.5,
         seed=2,
-        requests=14,
+        requests=10,
         max_tokens=8192,
     )
     assert soak(given) == []

@@ -30,7 +30,7 @@ from llmctl.runtime.ranks.commands import Command, decode, encode
 from llmctl.runtime.request import Request
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
-NUM_PROMPTS = 36
+NUM_PROMPTS = 20
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def test_chunks_and_blocks_that_left_and_came_back_change_no_token(
     demo: DemoPair, requests: list[Request], alone: Outputs
 ) -> None:
     """Steps of 40 tokens, a cache that does not hold all, and a host tier for the rest."""
-    options = {"max_num_tokens": 40, "max_tokens": 1024, "host_memory_bytes": 1 << 24}
+    options = {"max_num_tokens": 40, "max_tokens": 512, "host_memory_bytes": 1 << 24}
     with running(demo, "target-fp8-tp2", "draft-fp8-tp2", **options) as executor:
         assert run_all(executor, requests) == alone
         assert run_all(executor, requests[::-1]) == alone[::-1]

@@ -78,7 +78,7 @@ def test_a_head_that_knows_the_text_changes_no_token(
         assert run_all(executor, requests) == plain
         assert run_all(executor, requests[:4]) == plain[:4], "again, from a warm cache"
         stats = executor.get_speculation_stats()
-    assert stats.accepted_tokens > 150
+    assert stats.accepted_tokens > 100
     assert len(stats.accepted_at_position) == TREE_LEN // 3, "whole beams were accepted"
 
 
@@ -131,7 +131,7 @@ def test_the_cuda_host_drafts_from_a_head_too(
     engine: Path, requests: list[Request], plain: Outputs
 ) -> None:
     """Over the fake device, which has the CPU's arithmetic."""
-    assert accepted_by_host(engine, DRAFTING, requests, plain) > 150
+    assert accepted_by_host(engine, DRAFTING, requests, plain) > 100
 
 
 def test_device_rounds_draft_from_a_head(

@@ -18,7 +18,7 @@ from llmctl.runtime.engines.engine import open_cpu_engine
 from llmctl.runtime.request import Request
 
 CHUNK = 1024
-LONGEST = 100_000
+LONGEST = 32_000
 KIB = 1024
 
 
@@ -45,7 +45,7 @@ def engine_dir(tmp_path_factory) -> Path:
     return folder / "engine"
 
 
-def test_prompts_of_1k_and_100k_tokens_run_in_the_same_activation_memory(engine_dir):
+def test_prompts_of_1k_and_32k_tokens_run_in_the_same_activation_memory(engine_dir):
     target = open_cpu_engine(engine_dir)
     arena_bytes = target.plan.arena_bytes
     num_blocks = -(-(LONGEST + 64) // target.tokens_per_block)
@@ -64,4 +64,4 @@ def test_prompts_of_1k_and_100k_tokens_run_in_the_same_activation_memory(engine_
     # The rest of what the long prompt touched is its KV cache and the ids of its tokens.
     kv_kib = num_blocks * target.kv_bytes_per_block // KIB
     ids_kib = 40 * 8 * LONGEST // KIB
-    assert grown[LONGEST] <= kv_kib + ids_kib + 4096
+    assert grown[LONGEST] <= kv_kib + ids_kib + 1280
