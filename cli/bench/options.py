@@ -13,11 +13,19 @@ from llmctl.cli.run import options as option
 from llmctl.cli.run.drafting import parameters
 from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy
 
+MOST_REQUESTS = 1_000_000  # random prompts are in memory together
+
 Dataset = Annotated[
     Path | None, Option("--dataset", help="Requests by `llmctl dataset`; default: random prompts.")
 ]
 NumRequests = Annotated[
-    int, Option("--num-requests", min=0, help="Rows to use; 0: all, or 10 random prompts.")
+    int,
+    Option(
+        "--num-requests",
+        min=0,
+        max=MOST_REQUESTS,
+        help="Rows; 0: all, or 10 random.",
+    ),
 ]
 TargetInputLen = Annotated[
     int | None, Option("--target-input-len", min=1, help="Length of random prompts; default 128.")

@@ -50,6 +50,12 @@ def test_impossible_benchmarks_are_refused_before_anything_runs(
     assert said in done.err and done.out == ""
 
 
+def test_more_prompts_than_memory_holds_are_refused_at_once(llmctl, engines):
+    words = ("--engine-dir", engines.target, "--num-requests", 10**12)
+    done = llmctl("bench", "latency", *words)
+    assert done.code == 2 and "'--num-requests'" in done.err and "1000000" in done.err
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
