@@ -142,7 +142,7 @@ def test_device_rounds_draft_from_a_head(
     alone = never_need_the_host(requests)
     cases = (
         (RecurrentDrafting(), alone[:4]),
-        (RecurrentDrafting(), [*alone, *range(2, len(requests), 12)]),
+        (RecurrentDrafting(), [*alone, 14]),
         (RecurrentDrafting(None, 2), alone[:3]),
     )
     runs = list(rounds_on_device(engine, cases, requests, plain, monkeypatch))
