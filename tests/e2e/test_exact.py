@@ -13,7 +13,7 @@ from support.e2e import DemoPair, Outputs, PromptMaker, run_all
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.request import Request, SamplingConfig
 
-NUM_PROMPTS = 96
+NUM_PROMPTS = 240
 GREEDY = SamplingConfig()
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import read_engine_config
 from llmctl.plugins.backends.cpu import CpuProgram, CpuSampling
@@ -38,6 +37,7 @@ from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.engines.cuda_engine import CudaEngine
 from llmctl.runtime.engines.rotary_tables import open_with_tables
 from llmctl.runtime.request import SamplingConfig
+from support.beyond_cache import positions_in_order, slots_elsewhere, tables_for
 from support.kernel import step_arrays
 
 
@@ -145,6 +145,7 @@ class FakeProgram:
             cu_q = np.array([0, shape.num_tokens], np.int32)
         kv_len = step.kv_len[: shape.num_requests].numpy()
         tokens, requests = int(cu_q[-1]), int((kv_len > 0).sum())
+        kv_len = kv_len[:requests]
         counts = np.diff(cu_q)
         assert tokens <= shape.num_tokens
         assert (counts[:requests] > 0).all() and (counts[requests:] == 0).all()
@@ -152,9 +153,9 @@ class FakeProgram:
         slots = step.slot_mapping[:tokens].numpy()
         positions = step.position_ids[:tokens].numpy()
         if self._has_cache and not shape.max_tree_len:
-            entries = np.repeat(kv_len[:requests], counts[:requests])
+            entries = np.repeat(kv_len, counts[:requests])
             assert ((slots >= 0) | (positions >= entries)).all(), "of a position that has a block"
-            positions = np.minimum(positions, entries - 1)  # what comes of the others is not read
+            positions, kv_len = positions_in_order(positions, cu_q, kv_len)
         assert (step.slot_mapping[tokens : shape.num_tokens] == -1).all()
         assert (step.position_ids[tokens : shape.num_tokens] == 0).all()
         rows = step.logit_rows[: shape.num_rows].numpy()
@@ -165,7 +166,7 @@ class FakeProgram:
         if shape.max_tree_len:
             starts = step.tree_start[:requests].numpy()
             roots = step.tree_root[:requests].numpy()
-            behind = (kv_len[:requests] - roots)[starts >= 0]
+            behind = (kv_len - roots)[starts >= 0]
             assert behind.min(initial=1) > 0 and behind.max(initial=0) <= shape.max_tree_len
             trees = Trees(starts, step.paths.numpy())
             first = cu_q[:requests][starts >= 0]
@@ -177,16 +178,19 @@ class FakeProgram:
                         if slots[token] < 0:  # any, at the root's position, which the CPU refuses
                             positions[token] += 1
                             trees.paths[starts[request] + token - cu_q[request], 1] = 1
-        tables = np.ascontiguousarray(step.block_tables[:requests].numpy())
-        slots, borrowed = self._borrow(slots, tables)
+        tables, borrowed = step.block_tables[:requests].numpy(), []
+        if self._has_cache:
+            size = self._kv_cache.shape[4]
+            tables = tables_for(tables, step.kv_len[:requests].numpy(), kv_len, size)
+            slots, borrowed = slots_elsewhere(slots, tables, self._kv_cache.shape[1], size)
         kept = self._kv_cache[:, borrowed]
         self._program.run(
             StepInputs(
                 token_ids=step.token_ids[:tokens].numpy(),
                 position_ids=positions,
                 cu_q=cu_q[: requests + 1],
-                kv_len=kv_len[:requests],
-                block_tables=tables,
+                kv_len=kv_len,
+                block_tables=np.ascontiguousarray(tables),
                 slot_mapping=slots,
                 logit_rows=rows,
                 trees=trees,
@@ -196,23 +200,6 @@ class FakeProgram:
             self._kv_cache,
         )
         self._kv_cache[:, borrowed] = kept
-
-    def _borrow(
-        self, slots: NDArray[np.int32], tables: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int32], list[int]]:
-        """The slots with others, of blocks that the step does not use, for tokens that a device
-        stores nowhere; and these blocks."""
-        nowhere = np.flatnonzero(slots < 0)
-        if not len(nowhere) or not self._has_cache:
-            return slots, []
-        num_blocks, size = self._kv_cache.shape[1], self._kv_cache.shape[4]
-        used = set(tables.ravel().tolist())
-        free = [block for block in range(num_blocks) if block not in used]
-        borrowed = free[: -(-len(nowhere) // size)]
-        found = slots.copy()
-        places = (np.array(borrowed)[:, None] * size + np.arange(size)).ravel()
-        found[nowhere] = places[: len(nowhere)]
-        return found, borrowed
 
     def launch(self, launches: Sequence[Launch], stream: int) -> None:
         for launch in launches:
