@@ -153,11 +153,13 @@ def test_files_that_are_no_files_are_refused_at_once(checkpoint: Path) -> None:
         (checkpoint / name).rename(checkpoint / "kept")
         os.mkfifo(checkpoint / name)
         for outcome in both(checkpoint):
-            require_named(outcome, "CheckpointNotFound")
+            require_named(outcome, "CorruptFile")
+            assert "is a pipe" in outcome.message
         (checkpoint / name).unlink()
         (checkpoint / name).symlink_to("/dev/zero")
         for outcome in both(checkpoint):
-            require_named(outcome, "CheckpointNotFound")
+            require_named(outcome, "CorruptFile")
+            assert "is a device" in outcome.message
         (checkpoint / name).unlink()
         (checkpoint / "kept").rename(checkpoint / name)
 
