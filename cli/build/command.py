@@ -190,7 +190,7 @@ def _build(
     workers: Annotated[
         int,
         typer.Option(
-            "--workers", min=1, help="No effect: ranks are built one after another.", hidden=True
+            "--workers", min=1, help="Most ranks at a time; they are built one by one.", hidden=True
         ),
     ] = 1,
     dry_run: Annotated[
