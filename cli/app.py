@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from llmctl.cli import config_file, help
-from llmctl.cli.signatures import give_parameters
+from llmctl.cli.signatures import give_parameters, refuse_empty_paths
 
 # command: (module, function or typer.Typer with sub-commands, line in `llmctl --help`)
 COMMANDS = {
@@ -196,6 +196,7 @@ def _with_common_options(function: Callable[..., Any], module: Any) -> Callable[
     def command(**values: Any) -> Any:
         return function(**{n: v for n, v in values.items() if n not in common})
 
+    refuse_empty_paths(parameters)
     give_parameters(command, function, signature, parameters)
     vars(command)["has_common_options"] = True  # a mark for later parses
     return command

@@ -83,7 +83,7 @@ def record(param: Any, context: Any) -> tuple[str, str]:
         param.hidden = True
     names = re.sub(r"<([^>]*)>", lambda kind: _KINDS.get(kind[1], kind[1]), names)
     first, _, kind = names.partition(" ")
-    if first == kind:  # an argument that is called what it may be
+    if first == kind or param.param_type_name == "argument":  # its name says what it may be
         names = first
     extra = re.search(r" *\[([^]]*)\]$", words)
     if extra is not None:  # a lower bound explains itself when it is broken

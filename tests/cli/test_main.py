@@ -65,6 +65,9 @@ def test_json_covers_usage_errors(llmctl):
         (["run", "--engine-dir", "x", "--max-output-len", "many"], "--max-output-len"),
         (["run", "--no-such-option"], "--no-such-option"),
         (["run", "--engine-dir", "x", "--max-output-len", "1", "stray"], "stray"),
+        (["run", "--engine-dir", "", "--max-output-len", "1"], "'--engine-dir': the path is empty"),
+        (["build", "--checkpoint-dir", "x", "--output-dir="], "'--output-dir': the path is empty"),
+        (["inspect", ""], "the path is empty"),
     ],
 )
 def test_usage_errors_exit_with_2(llmctl, argv, words):
