@@ -25,6 +25,9 @@ TREES = "--sweep-draft-tree"
 MOST_LENGTHS = 64
 # lengths this close to the fastest count as equal; the shortest of them is recommended
 CLOSE = 0.99
+# Rounds of a length for the average of its accepted drafts to be repeatable: their standard
+# deviation is about half of it, so 100 rounds leave 5 %.
+ENOUGH_ROUNDS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class Point:
     verify_ms: float
     acceptance_length: float
     rates: tuple[float, ...]  # fraction of rounds that accepted draft i
+    num_rounds: int  # that acceptance is an average of; plain steps
     tree: str | None = None
 
     @property
@@ -129,6 +133,7 @@ def measure_point(draft_len: int, recording: Recording, tree: str | None = None)
         verify_ms=sum(s.verify_ms for s in steps) / len(steps),
         acceptance_length=1 + sum(item.accepted_tokens for item in rounds) / len(rounds),
         rates=tuple(rates),
+        num_rounds=len(rounds),
         tree=tree,
     )
 
@@ -169,6 +174,7 @@ def sweep_json(points: Sequence[Point]) -> dict[str, Any] | None:
         "tree_rows": [_row(point, ()) for point in trees],
         "recommended_draft_len": chosen.draft_len,
         "recommended_draft_tree": chosen.tree,
+        "fewest_rounds": min(point.num_rounds for point in points),
     }
     if len(chains) > 1:
         rows = found["rows"]

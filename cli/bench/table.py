@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmctl.cli.bench.hardware import EXCEEDED
+from llmctl.cli.bench.sweep import ENOUGH_ROUNDS
 from llmctl.cli.bench.tree import tree_line
 
 MANY, MANY_TOKENS = 64, 8192  # requests in flight, for whom steps of so many tokens are faster
@@ -191,7 +192,13 @@ def more_at_once(report: Mapping[str, Any]) -> str | None:
 
 
 def advice(sweep: Mapping[str, Any]) -> str:
-    """The answer to "which draft length, or which tree?"."""
+    """The answer to "which draft length, or which tree?", and whether another run would give it."""
+    few = sweep["fewest_rounds"]
+    doubt = f"; {few} rounds are few to tell (ask for longer outputs or more requests)"
+    return f"{_advised(sweep)}{doubt if few < ENOUGH_ROUNDS else ''}"
+
+
+def _advised(sweep: Mapping[str, Any]) -> str:
     speeds = {row["draft_len"]: row["decode_tok_s"] for row in sweep["rows"]}
     tree, plain = sweep["recommended_draft_tree"], speeds.get(0)
     if tree is not None:

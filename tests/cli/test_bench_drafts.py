@@ -96,7 +96,9 @@ def test_the_cost_model_is_that_of_its_formula():
     def point(length, rates, verify_ms, rest_ms, draft_ms):
         round_ms = draft_ms + verify_ms + rest_ms
         tokens = 1 + sum(rates)
-        return Point(length, tokens * 1e3 / round_ms, round_ms, draft_ms, verify_ms, tokens, rates)
+        return Point(
+            length, tokens * 1e3 / round_ms, round_ms, draft_ms, verify_ms, tokens, rates, 100
+        )
 
     points = [point(0, (), 17.3, 0.6, 0.0), point(10, tuple(0.8**i for i in range(1, 11)), 17.8,
               0.6, 6.0)]  # fmt: skip
@@ -129,9 +131,9 @@ def test_the_shortest_length_of_the_fastest_is_recommended_and_none_where_drafts
     from llmctl.cli.bench.sweep import Point, sweep_json
     from llmctl.cli.bench.table import advice
 
-    def sweep(*speeds):
+    def sweep(*speeds, rounds=100):
         points = [
-            Point(length, speed, 1e3 / speed, 0.1 * length, 0.5, 1.0, (0.5,) * length)
+            Point(length, speed, 1e3 / speed, 0.1 * length, 0.5, 1.0, (0.5,) * length, rounds)
             for length, speed in enumerate(speeds)
         ]
         return sweep_json(points)
@@ -140,6 +142,7 @@ def test_the_shortest_length_of_the_fastest_is_recommended_and_none_where_drafts
     assert "--draft-len 2 (199 tok/s per user, 1.99 x" in advice(sweep(100, 150, 199, 200))
     assert advice(sweep(100, 90, 99)) == "recommended: no drafts; no draft length is faster"
     assert sweep(100) is None
+    assert "99 rounds are few to tell" in advice(sweep(100, 150, rounds=99))
 
 
 def test_a_tree_is_recommended_where_no_length_is_as_fast():
@@ -147,7 +150,7 @@ def test_a_tree_is_recommended_where_no_length_is_as_fast():
     from llmctl.cli.bench.table import advice
 
     def point(length, speed, tree=None):
-        return Point(length, speed, 1e3 / speed, 0.1 * length, 0.5, 1.0, (0.5,) * length, tree)
+        return Point(length, speed, 1e3 / speed, 0.1 * length, 0.5, 1.0, (0.5,) * length, 100, tree)
 
     def sweep(tree_speed, *lengths):
         points = [point(length, 100 + 10 * length) for length in (0, *lengths)]
