@@ -61,7 +61,13 @@ def attend_long(
             if kernel is long
             else long_batch.most_entries(tiles, splits)
         )
-        at = launch.spec.arguments.index("i32") + 3
+        spec = launch.spec
+        if kernel is long:
+            (variant,) = [v for v in long.VARIANTS if v.rows == rows]
+            alone = splits == 1 and variant.warpgroups == 1 and not has_trees
+            spec = long.long_spec(call, env.limits, variant, has_trees=has_trees, alone=alone)
+        at = spec.arguments.index("i32") + 3
         arguments = [*launch.arguments[:at], entries, *launch.arguments[at + 1 :]]
-        launch = replace(launch, grid=(splits, *launch.grid[1:]), arguments=tuple(arguments))
+        grid = (splits, *launch.grid[1:])
+        launch = replace(launch, spec=spec, grid=grid, arguments=tuple(arguments))
     return run_one(launch, call, env, parts, execute)

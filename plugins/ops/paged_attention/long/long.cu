@@ -5,13 +5,14 @@
 // bring tiles (tiles.cuh), a warpgroup computes 64 rows (units.cuh). The thread block with a
 // context's beginning merges its work items as they come; if others share the context, they store theirs, and when all
 // have arrived, they merge all of it together (merge.cuh), which is why all run at once: one to a
-// multiprocessor, or two with 64 rows. A context that is not shared needs no meeting.
+// multiprocessor, or two with 64 rows. A context that is not shared needs no meeting; binaries for steps that share
+// none have registers for some of the queries.
 //
 // Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads for each),
 // SIZE (of a head, 128), TOKENS_PER_BLOCK (a power of two), WARPGROUPS (1 or 2), STAGES (tiles as operands), BYTE_SLOTS
-// (as the cache has them), TREE (whether requests may have trees: tail.cuh), TAIL_TILES (of a context that take as
-// long as the keys from a tree's root's tile on), WINDOW_TILES, SHARED_BYTES, UNIT, MOST_UNIT, K_SCALE, V_SCALE,
-// STATIC.
+// (as the cache has them), ALONE (no context is shared), TREE (whether requests may have trees: tail.cuh), TAIL_TILES
+// (of a context that take as long as the keys from a tree's root's tile on), WINDOW_TILES, SHARED_BYTES, UNIT,
+// MOST_UNIT, K_SCALE, V_SCALE, STATIC.
 // Grid: splits, KV heads * blocks of rows, requests. Counters are zero before and after.
 
 #include "ops/paged_attention/long/merge.cuh"
@@ -64,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   const int count = numbers.end - numbers.start;
   const int limit = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
   if (count > max_tokens || first_token >= count || limit <= 0) return;
-  const int group = blockIdx.z * gridDim.y + blockIdx.y, splits = gridDim.x, nth = blockIdx.x;
+  const int group = blockIdx.z * gridDim.y + blockIdx.y;
+  const int splits = ALONE ? 1 : gridDim.x, nth = ALONE ? 0 : blockIdx.x;
   const int all_tiles = (limit + KEYS - 1) / KEYS;
 #if TREE
   const int tiles = min(columns::TreePaths::first_tile(numbers), all_tiles);
@@ -113,9 +115,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
         last_key[r] = min(load_int(position_ids + part.token + row / GROUP), limit - 1);
       }
     }
-    const u32 queries = shared.queries(warpgroup);
-    stage_queries(queries, q, part);
+    stage_queries(shared.queries(warpgroup), q, part);
     meet_computing();
+    const Queries queries(shared.queries(warpgroup));
     State unit;
 #if TREE
     const Tail tail(memory, numbers);
@@ -133,13 +135,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
     attend_share(shared, share, part, queries, full_tiles, last_key, scale, -1, all, unit);
 #endif
   }
-  if (part.merges && splits > 1) store_entry(part, 0, all, all.weighed());
-  if (splits == 1) {
+  if (!ALONE && part.merges && splits > 1) store_entry(part, 0, all, all.weighed());
+  if (ALONE || splits == 1) {
     const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
     const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
     write_merged(all, part, out, value_scale, quanta);
     return;
   }
+#if !ALONE
   int* counter = counters + group * 32;  // one cache line each
   meet_shares(counter, splits);
   // Read here, because keeping them through the loop would cost registers.
@@ -148,4 +151,5 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   merge_entries(shared, memory, part, count_units(end) - part.entries.first_unit + 1, nth, splits,
                 out, value_scale, quanta);
   leave_shares(counter, splits);
+#endif
 }

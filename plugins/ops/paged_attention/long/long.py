@@ -110,8 +110,9 @@ def long_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     if covers_long(call, limits):
         rows = most_short_tokens(limits) * group_size(call)
         found += [
-            long_spec(call, limits, each, has_trees=False)
+            long_spec(call, limits, each, has_trees=False, alone=alone)
             for each in VARIANTS
+            for alone in sorted({False, _may_be_alone(limits, each)})
             if each.warpgroups == 1 or rows > WARPGROUP_ROWS
         ]
     if limits.takes_trees and covers_long(call, limits, has_trees=True):
@@ -164,7 +165,8 @@ def long_launch(
         *trees,
     )
     rows = int(call.attributes["num_kv_heads"]) * cut.num_blocks
-    spec = long_spec(call, limits, cut.variant, has_trees=has_trees)
+    alone = not has_trees and cut.splits == 1 and _may_be_alone(limits, cut.variant)
+    spec = long_spec(call, limits, cut.variant, has_trees=has_trees, alone=alone)
     return Launch(spec, (cut.splits, rows, shape.num_requests), arguments)
 
 
@@ -229,20 +231,30 @@ def _entries(tiles: int, splits: int, has_trees: bool) -> tuple[int, ...]:
     return tuple(accumulate(found, max))
 
 
-def long_spec(call: OpCall, limits: StepLimits, variant: Variant, *, has_trees: bool) -> KernelSpec:
-    """One binary."""
+def _may_be_alone(limits: StepLimits, variant: Variant) -> bool:
+    """Whether there is a binary for steps in which no context is shared. With 128 rows it was not
+    faster (of trees)."""
+    return variant.warpgroups == 1 and limits.max_batch_size > 1
+
+
+def long_spec(
+    call: OpCall, limits: StepLimits, variant: Variant, *, has_trees: bool, alone: bool = False
+) -> KernelSpec:
+    """One binary. alone: for steps in which no context is shared."""
     words, constants = source_variant(call, limits)
     shared_bytes = variant.shared_bytes(int(call.attributes["head_size"]))
     constants |= {
         "WARPGROUPS": variant.warpgroups,
         "STAGES": STAGES,
         "BYTE_SLOTS": variant.byte_slots,
+        "ALONE": alone,
         "TREE": has_trees,
         "TAIL_TILES": _TAIL_TILES,
         "WINDOW_TILES": WINDOW_TILES,
         "SHARED_BYTES": shared_bytes,
     }
-    parts = ["paged_attention.long", *words, f"r{variant.rows}", *["trees"] * has_trees]
+    parts = ["paged_attention.long", *words, f"r{variant.rows}"]
+    parts += ["trees"] * has_trees + ["alone"] * alone
     return KernelSpec(
         name=".".join(parts),
         source="ops/paged_attention/long/long.cu",

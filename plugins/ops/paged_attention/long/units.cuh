@@ -5,6 +5,7 @@
 #include "ops/paged_attention/long/tiles.cuh"
 
 static_assert(STAGES == 2, "a slot is the first or the second");
+constexpr int QUERY_STEPS = ALONE ? 2 : 0;  // of the products along a head, those whose queries are in registers
 
 // Where what others merge of a block of rows is stored (an entry): first what the thread block with the beginning has merged,
 // then the work items behind its share. Of each row its sums and its state.
@@ -50,6 +51,27 @@ DEVICE void stage_queries(u32 target, const MODEL_TYPE::Storage* q, const Part& 
   shared_fence();
 }
 
+// A warpgroup's queries as its products take them: as shared memory is what most of a tile's work passes through, some
+// are in registers, where there are any left.
+struct Queries {
+  u32 at;
+  u32 steps[QUERY_STEPS > 0 ? QUERY_STEPS : 1][4];
+
+  // The warp's 16 rows, when all have been staged.
+  DEVICE explicit Queries(u32 address) : at(address) {
+    const int lane = lane_id(), row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < QUERY_STEPS; ++i) {
+      const int piece = 2 * i + lane / 16;
+      u32(&x)[4] = steps[i];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                   : "r"(at + piece / 8 * HALF_BYTES + row * 128 + ((piece % 8 ^ (row & 7)) << 4))
+                   : "memory");
+    }
+  }
+};
+
 DEVICE void store_entry(const Part& part, int entry, const State& its, const State::Weighed& weighed) {
   const int thread = thread_from_here() % 4;
 #pragma unroll
@@ -70,7 +92,7 @@ DEVICE void store_entry(const Part& part, int entry, const State& its, const Sta
 // A work item that is complete: merged with what is left of it, or stored.
 DEVICE void finish_unit(const Part& part, int unit, State& all, const State& its,
                         const State::Weighed& weighed) {
-  if (part.merges) {
+  if (ALONE || part.merges) {
     append(all, its, weighed);
   } else {
     store_entry(part, part.entries.of(unit), its, weighed);
@@ -79,13 +101,17 @@ DEVICE void finish_unit(const Part& part, int unit, State& all, const State& its
 
 // As `start_logits`, but places in the operands are found one after another: all of them at once, before the loop, take
 // more of the registers that a warp's lanes share than there are.
-DEVICE void start_logits_in_turn(float (&s)[32], u32 queries, u32 keys) {
-  u64 a = operand(queries), b = operand(keys);
+DEVICE void start_logits_in_turn(float (&s)[32], const Queries& queries, u32 keys) {
+  u64 a = operand(queries.at), b = operand(keys);
   keep_order(s);
   product_fence();
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
-    Attention<Inner>::logits(s, a, b, i > 0);
+    if (i < QUERY_STEPS) {
+      Attention<Inner>::logits(s, queries.steps[i], b, i > 0);
+    } else {
+      Attention<Inner>::logits(s, a, b, i > 0);
+    }
     const int step = i % 4 == 3 ? HALF_BYTES / 16 - 6 : 2;
     a += step, b += step;
     asm volatile("" : "+l"(a), "+l"(b));
@@ -95,9 +121,9 @@ DEVICE void start_logits_in_turn(float (&s)[32], u32 queries, u32 keys) {
 
 // Totals of which two of a row's four lanes know each: of a thread's first row lanes 0 and 1, of the second lanes 2 and 3.
 // A tile's sums are exchanged by two shuffles then, not four, where shared memory is busy, through which they go. One
-// warpgroup is 3 % slower so where there is one request.
+// warpgroup is 3 % slower so where there is one request, whose context is shared.
 struct OwnTotals {
-  static constexpr bool ARE_USED = WARPGROUPS > 1;
+  static constexpr bool ARE_USED = ALONE || WARPGROUPS > 1;
   bool is_second;
 
   DEVICE OwnTotals() {
@@ -121,9 +147,9 @@ struct OwnTotals {
 
 // Attends to a share's tiles. From full_tiles on rows see keys up to last_key only. Work item `held` is not finished: it
 // is left in `unit`. Whether there was one.
-DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& part, u32 queries,
-                         int full_tiles, const int (&last_key)[2], float scale, int held, State& all,
-                         State& unit) {
+DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& part,
+                         const Queries& queries, int full_tiles, const int (&last_key)[2], float scale,
+                         int held, State& all, State& unit) {
   all.clear();
   unit.clear_states();
   if (share.begin >= share.end) return false;

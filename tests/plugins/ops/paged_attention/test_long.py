@@ -48,11 +48,12 @@ def tree(world: World, requests: int, tokens: int, context: int = CONTEXT) -> tu
 def test_products_follow_each_other_while_weights_are_made(sizes):
     world = world_of({**sizes, "quantize_out": True})
     specs = long.long_specs(world.call([(0, 0, 1)]), world.limits())
-    trees = [False, False] + [True, True] * (sizes["heads"] == 64)
+    trees = [False] * 3 + [True, True] * (sizes["heads"] == 64)
     assert [spec.constants["TREE"] for spec in specs] == trees
+    assert [spec.constants["ALONE"] for spec in specs] == [False, True, *[False] * (len(specs) - 2)]
     for spec, binary, code in compile_all(specs):
         # What is merged, kept in local memory while a work item is being processed.
-        assert binary.local_bytes <= 64, spec.name
+        assert binary.local_bytes <= (0 if spec.constants["ALONE"] else 64), spec.name
         # Logits of the first tile and of the next, eight each; values of a tile and the last, four.
         # A tile in any slot, and in each of the two.
         tiles = 3
@@ -85,6 +86,12 @@ def test_products_follow_each_other_while_weights_are_made(sizes):
 )
 def test_contexts_are_shared_by_all_multiprocessors(sizes, requests, tokens, context, wanted):
     assert chain(world_of(sizes), requests, tokens, context) == wanted
+
+
+def test_contexts_that_nobody_shares_have_a_binary_of_their_own():
+    for requests, is_alone in ((1, False), (16, False), (17, True), (64, True)):
+        launch = short_launch(world_of(NARROW), requests, 11, CONTEXT)
+        assert launch.spec.constants["ALONE"] == (launch.grid[0] == 1) == is_alone
 
 
 @pytest.mark.parametrize(
@@ -133,16 +140,17 @@ def test_small_pages_have_no_trees():
 
 
 def test_engines_hold_the_binaries_that_their_steps_reach():
-    def rows(sizes=WIDE, longest: int = 40_000, drafts: int = 16) -> list[int]:
+    def rows(sizes=WIDE, longest: int = 40_000, drafts: int = 16, requests: int = 8) -> list[int]:
         world = world_of(sizes, longest=longest)
-        limits = changed(world.limits(), max_draft_len=drafts)
+        limits = changed(world.limits(), max_draft_len=drafts, max_batch_size=requests)
         specs = long.long_specs(world.call([(0, 0, 1)]), limits)
         return [64 * int(spec.constants["WARPGROUPS"]) for spec in specs]
 
     assert rows(longest=batch.LONG) == []
-    assert rows(drafts=0) == [64, 128]
-    assert rows({**WIDE, "heads": 16}, drafts=0) == [64], "34 rows"
-    assert rows() == [64, 128, 64, 128]
+    assert rows(drafts=0) == [64, 64, 128]
+    assert rows({**WIDE, "heads": 16}, drafts=0) == [64, 64], "34 rows"
+    assert rows() == [64, 64, 128, 64, 128]
+    assert rows(requests=1) == [64, 128, 64, 128], "which always share their contexts"
 
 
 def test_more_entries_are_never_needed():
