@@ -93,8 +93,8 @@ class World:
             positions = torch.arange(length)
             blocks = table[positions // self.tokens_per_block].long()
             used[blocks, positions % self.tokens_per_block] = True
-        unused = ~used[None, :, None, None, :, None].expand(self.cache.shape)
-        self.cache.view(torch.uint8)[unused] = byte
+        cache = self.cache.view(torch.uint8)
+        cache[~used[None, :, None, None, :, None].expand(cache.shape)] = byte
 
     @property
     def attributes(self) -> dict[str, int | float | str | bool]:

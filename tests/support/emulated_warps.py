@@ -55,10 +55,12 @@ _PTX = {
     "barrier.sync 1, 128": "emu::sync_block(1, 128)",
     "mov.u32 %0, %%nctaid.x": "{0} = emu::grid.x",
     "bar.sync %0, 128": "emu::sync_block({0}, 128)",
+    "bar.sync %0, %1": "emu::sync_block({0}, {1})",
     "bar.sync 1": "emu::sync_block(1, {0})",
     "bar.sync 2": "emu::sync_block(2, {0})",
     "barrier.arrive": "emu::arrive_block({0}, {1})",
     "bar.arrive 2": "emu::arrive_block(2, {0})",
+    "bar.arrive %0, %1": "emu::arrive_block({0}, {1})",
     "mapa": "{0} = emu::remote({1}, {2})",
     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4": (
         "emu::store_remote({0}, {{{1}, {2}, {3}, {4}}}, {5})"
@@ -67,6 +69,7 @@ _PTX = {
         "emu::store_remote({0}, {{{1}, {2}}}, {3})"
     ),
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": "emu::copy({0}, {1}, {2})",
+    "cp.async.cg.shared.global.L2::256B": "emu::copy({0}, {1}, {2})",
     "cp.async.cg.shared.global [%0], [%1], 16;": "emu::copy({0}, {1})",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0]": (
         "emu::copy_bulk({0}, {1}, {2}, {3})"
@@ -120,7 +123,21 @@ _PTX = {
         "({0} = ((const emu::u32*){2})[0], {1} = ((const emu::u32*){2})[1])"
     ),
     "ld.relaxed.gpu.global.f32": "{0} = *{1}",
-    "ld.relaxed.gpu.global.s32": "{0} = *{1}",
+    "ld.relaxed.gpu.global.s32": "(emu::leave(), {0} = *{1})",  # others come until it is there
+    # of exchange.cuh, with or without a state space; others come until values are there
+    "ld.relaxed.gpu.u32": "(emu::leave(), {0} = *(const emu::u32*){1})",
+    "ld.relaxed.gpu.v4.u32": (
+        "(emu::leave(), {0} = ((const emu::u32*){4})[0], {1} = ((const emu::u32*){4})[1],"
+        " {2} = ((const emu::u32*){4})[2], {3} = ((const emu::u32*){4})[3])"
+    ),
+    "{.reg .pred p;setp.ne.u32 p, %3, 0;@p ld.relaxed.gpu": (
+        "(emu::leave(), {3} && ({0} = ((const emu::u32*){2})[0],"
+        " {1} = ((const emu::u32*){2})[1], true))"
+    ),
+    "st.relaxed.gpu.global.u8": "*{0} = emu::u8({1})",
+    "st.relaxed.gpu.global.u16": "*{0} = {1}",
+    "st.relaxed.gpu.global.v2.u32": "*{0} = uint2{{{1}, {2}}}",
+    "red.relaxed.gpu.global.add.s32": "++*{0}",
     "ld.relaxed.gpu.global.v2.f32": "{0} = {2}->x, {1} = {2}->y",
     "ld.relaxed.gpu.global.v4.f32": ("({0} = {4}->x, {1} = {4}->y, {2} = {4}->z, {3} = {4}->w)"),
     "atom.add.acq_rel.gpu.global.s32": "{0} = (*{1})++",
@@ -135,9 +152,11 @@ _NOTHING = (
     "fence.mbarrier_init",
     "fence.proxy.async",
 )  # a CPU's order is that of the program
+_LEFT_OUT = "schemes/mxfp4/mxfp4.cuh"  # emulated_mxfp4.py
 # Of hopper.cuh and used by none of the kernels here.
 _UNKNOWN = (
     "cp.async.bulk",
+    "cvta.shared.u64",
     "mbarrier.arrive.shared::cluster",
     # of all_reduce/meeting.cuh, which sums for other ranks need
     "mov.u64 %0, %globaltimer",
@@ -150,7 +169,7 @@ _UNKNOWN = (
 
 def as_cpp(source: str) -> str:
     """A source of `plugins` and what it includes. AssertionError where it has unknown PTX."""
-    text = _included(source, set())
+    text = _included(source, {_LEFT_OUT})
     text = re.sub(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];",
                   r"u8* \1 = emu::now->own->memory;", text)  # fmt: skip
     found, at = [], 0

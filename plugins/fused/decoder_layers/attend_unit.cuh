@@ -232,6 +232,7 @@ DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals
     __syncwarp();
     share_logits(own, keys);
     wait_for_copies<0>();
+    __syncwarp();  // a lane waits for its own copies alone
     fresh.add_to(keys, s, tile, 1);
     team_meet();
     if (SLOTS == 2 && tile + 1 < work.end) work.copy(tile + 1);  // no warp reads there any more
