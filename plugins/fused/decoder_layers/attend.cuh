@@ -3,7 +3,7 @@
 // right, a slice of its rows in each of several blocks.
 #pragma once
 
-#include "fused/decoder_layers/attend_unit.cuh"
+#include "fused/decoder_layers/attend_tiles.cuh"
 
 namespace attention {
 
@@ -155,6 +155,11 @@ DEVICE void merge_slice(const Step& s, const Exchange& x, int head, int slice, f
   }
 }
 
+// The warp that merges: of the team that has no work item while the other has the block's last one.
+DEVICE int merging_warp(int tasks) {
+  return (tasks - int(blockIdx.x) + NUM_BLOCKS - 1) / NUM_BLOCKS % TEAMS * TEAM;
+}
+
 // With 4-bit weights `meanwhile` runs while queries, keys and values come.
 template <class Meanwhile>
 DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const Shared& shared,
@@ -185,7 +190,7 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
       StatePlace(x.now + x.other, task % HEADS, task / HEADS).clear();
     }
   }
-  if (warp == MERGER) {
+  if (warp == (TAKES_TWO ? merging_warp(tasks) : MERGER)) {
     const int head = blockIdx.x % HEADS, slice = blockIdx.x / HEADS;
     if (slice < SLICES) {
       const float value_scale = layer->v_scale ? __ldg(layer->v_scale) : 1.0f;

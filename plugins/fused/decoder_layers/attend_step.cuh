@@ -34,6 +34,8 @@ static_assert(SLOTS == 1 || SLOTS == 2, "a tile, and the next");
 // once per layer.
 constexpr bool KEEPS = SLOTS == 1 && LINE <= 128 && TOKENS == 1 && !MXFP4 && HELD == 0;
 constexpr bool READS_AHEAD = SLOTS == 2 || KEEPS;
+// A work item's first two tiles are processed side by side where both have a slot and there are enough registers.
+constexpr bool TAKES_TWO = SLOTS == 2 && SIZE == 64 && !MXFP4 && (TOKENS == 1 || HELD < 2);
 
 DEVICE void store_shared16(u32 to, const uint4& x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)

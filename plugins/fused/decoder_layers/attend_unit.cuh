@@ -16,6 +16,21 @@ DEVICE void copy_or_clear_wide(u32 target, const void* source, bool is_real) {
                : "memory");
 }
 
+// Prefetches to L2 the warp's keys and values of two tiles, a line by each lane.
+DEVICE void prefetch_two(const Pages& pages, const Pages& ahead, const Cached* cache, int head, int tile, int end) {
+  constexpr int LINES = Pages::KEYS_OF_WARP * LINE / 128;  // of a tile's keys or values
+  static_assert(LINES * 128 == Pages::KEYS_OF_WARP * LINE, "whole lines");
+  if (Pages::COUNT > 1 || tile >= end) return;
+#pragma unroll
+  for (int i = lane_id(); i < 4 * LINES; i += 32) {
+    const int t = i / (2 * LINES);
+    Pages its;
+    its.numbers[0] = t > 0 ? ahead.numbers[0] : pages.numbers[0];
+    const Cached* from = its.key(cache, head, tile + t, 0, i / LINES % 2);
+    if (tile + t < end) prefetch((u64)from + i % LINES * 128);
+  }
+}
+
 // The work item of a team, and the warp's part of its tiles. The first tile is on its way as soon as there is one.
 struct Work {
   const Cached* cache;
@@ -39,23 +54,32 @@ struct Work {
     if (!KEEPS) prefetch_next(tile + 1);
   }
   DEVICE u32 slot(int its) const { return slots + u32(its - tile) % SLOTS * SLOT_BYTES; }
-  // The warp's keys of a tile, and their values.
+  // The warp's keys of a tile, and their values; with TAKES_TWO those of the next tile, too.
   DEVICE void copy(int its) {
     const int lane = lane_id(), first = warp_of_team() * Pages::KEYS_OF_WARP + lane / CHUNKS;
 #pragma unroll
     for (int kv = 0; kv < 2; ++kv) {
 #pragma unroll
-      for (int i = 0; i < Pages::KEYS_OF_WARP; i += KEY_STEP) {
-        const u32 to = slot(its) + kv * TILE_BYTES + place(first + i, lane % CHUNKS);
-        const Cached* from = pages.key(cache, head, its, i + lane / CHUNKS, kv);
-        const bool is_real = its * KEYS + first + i < limit;
-        copy_or_clear_wide(to, from + lane % CHUNKS * (16 / KV_TYPE::bytes), is_real);
+      for (int t = 0; t < (TAKES_TWO ? 2 : 1); ++t) {
+        if (t > 0 && its + t >= end) continue;
+#pragma unroll
+        for (int i = 0; i < Pages::KEYS_OF_WARP; i += KEY_STEP) {
+          const u32 to = slot(its + t) + kv * TILE_BYTES + place(first + i, lane % CHUNKS);
+          const Cached* from = (t > 0 ? ahead : pages).key(cache, head, its + t, i + lane / CHUNKS, kv);
+          const bool is_real = (its + t) * KEYS + first + i < limit;
+          copy_or_clear_wide(to, from + lane % CHUNKS * (16 / KV_TYPE::bytes), is_real);
+        }
       }
       commit_copies();
     }
     move_on(its);
   }
   DEVICE void move_on(int its) {
+    if (TAKES_TWO) {
+      if (its + 2 >= end) return;
+      pages.load(table, its + 2, limit), ahead.load(table, its + 3, limit);
+      return;
+    }
     if (READS_AHEAD) pages = ahead;
     else if (its + 1 < end) pages.load(table, its + 1, limit);
     if (READS_AHEAD && its + 2 < end) ahead.load(table, its + 2, limit);
@@ -184,76 +208,4 @@ struct Fresh {
     __syncwarp();
   }
 };
-
-// The warps' logits are stored where their keys were, for all warps of the team.
-DEVICE void share_logits(const LogitsOf<1>& own, u32 keys) {
-  const u32 to = keys + warp_of_team() * (16 * LINE) + lane_id() * 16;
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(own[0][0][0]),
-               "f"(own[0][0][1]), "f"(own[0][0][2]), "f"(own[0][0][3])
-               : "memory");
-}
-DEVICE void load_logits(Logits& all, u32 keys) {
-#pragma unroll
-  for (int block = 0; block < BLOCKS; ++block) {
-    float(&x)[4] = all[0][block];
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "r"(keys + block * (16 * LINE) + lane_id() * 16)
-                 : "memory");
-  }
-}
-
-// is_fetched: queries, keys and values of the step's own tokens were copied, when the barrier has passed `parity`.
-DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals, Work& work,
-                      float scale, const Shared& shared, bool is_fetched, u32 parity) {
-  const bool has_second = work.tile + 1 < work.end;
-  Kept kept;
-  if (KEEPS && has_second) kept.load(work);
-  OwnState state;
-  state.clear();
-  Queries queries;
-  const int team = threadIdx.x / (32 * TEAM);
-  Fresh fresh(s, x, work, is_fetched ? shared.tokens + TILES_BYTES + team * TEAM_LANDING : 0);
-  if (IS_FETCHED && is_fetched) {
-    barrier_wait(shared.came_queries + 8 * team, parity);
-  } else {
-    if (warp_of_team() == 0) arrivals.wait_in_warp();
-    team_meet();
-  }
-  fresh.take(s, work, queries);
-#pragma unroll 1
-  for (int tile = work.tile; tile < work.end; ++tile) {
-    const u32 keys = work.slot(tile), values = keys + TILE_BYTES;
-    wait_for_copies<1>();
-    __syncwarp();
-    fresh.add_to(keys, s, tile, 0);
-    LogitsOf<1> own;
-    multiply_keys<1>(own, queries, TileKeys(keys), warp_of_team());
-    __syncwarp();
-    share_logits(own, keys);
-    wait_for_copies<0>();
-    __syncwarp();  // a lane waits for its own copies alone
-    fresh.add_to(keys, s, tile, 1);
-    team_meet();
-    if (SLOTS == 2 && tile + 1 < work.end) work.copy(tile + 1);  // no warp reads there any more
-    Logits logits;
-    load_logits(logits, keys);
-    u32 weights[1][BLOCKS][2];
-    const int last[1][2] = {{s.seen[0] - tile * KEYS, s.seen[1] - tile * KEYS}};
-    soften(state, logits, weights, last, scale, (tile + 1) * KEYS - 1 > s.all_see,
-           tile == work.tile);
-    multiply_values<OWN_STEPS>(state.sums, weights, TileKeys(values), warp_of_team() * OWN_STEPS);
-    if (SLOTS == 1 && tile + 1 < work.end) {
-      team_meet();
-      if (KEEPS && tile == work.tile) {
-        kept.store(work);
-        work.move_on(tile + 1);
-      } else {
-        work.copy(tile + 1);
-      }
-      work.prefetch_next(tile + 2);
-    }
-  }
-  StatePlace(x.now, work.head, work.unit).give(s.num_rows, state);
-}
 }  // namespace attention

@@ -36,13 +36,14 @@ class Form:
     dtype: torch.dtype = FP8
 
 
-TWO_SLOTS = Form(2, 1)  # a tile behind the other, each in its slot
+PAIR = Form(2, 1)  # the first two tiles side by side
 CASES = [
-    *((TWO_SLOTS, context, 1, 0) for context in (65, 1025, 1100, 2300)),
-    (TWO_SLOTS, 1500, 2, 0),
-    (TWO_SLOTS, 1100, 1, 1),
+    *((PAIR, context, 1, 0) for context in (65, 1025, 1100, 2300)),
+    (PAIR, 1500, 2, 0),
+    (PAIR, 1100, 1, 1),
     (Form(2, 1, blocks=5), 2300, 1, 0),  # five work items to a team
     (Form(2, 1, dtype=torch.bfloat16), 1100, 1, 0),
+    (Form(2, 2), 1500, 2, 0),  # a tile behind the other, each in its slot
     (Form(1, 0), 2300, 1, 0),  # the second tile waits in registers
     (Form(1, 2), 1500, 2, 0),  # one slot
 ]
