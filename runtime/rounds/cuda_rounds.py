@@ -16,6 +16,7 @@ from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -53,7 +54,24 @@ from llmctl.runtime.rounds.verification import (
 )
 
 RING_SLOTS = 8  # records kept; more than rounds are ever in flight
-Events = tuple[Event, Event, Event, Event]
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Events of a round: before it, after drafting, after verification, and after it. Between two
+    graphs the device takes time for each event, so where nothing is enqueued between two of these
+    they are one."""
+
+    began: Event
+    drafted: Event
+    verified: Event
+    ended: Event
+
+    @property
+    def each(self) -> list[Event]:
+        """Every one of them once."""
+        all_four = (self.began, self.drafted, self.verified, self.ended)
+        return [self.began, *(b for a, b in pairwise(all_four) if b is not a)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +79,7 @@ class _InFlight:
     slot: int
     num_requests: int
     draft_len: int
-    began: Event
-    drafted: Event
-    verified: Event
-    ended: Event
+    marks: _Marks
 
 
 class CudaRoundRunner:
@@ -138,7 +153,7 @@ class CudaRoundRunner:
         self._drawing = Drawing.GREEDY
         self._tables = KeptTables()  # as stored on the device
         self._in_flight: deque[_InFlight] = deque()
-        self._spare_events: list[Events] = []
+        self._spare_events: list[Event] = []
 
     def can_run(self, sequence: Sequence) -> bool:
         """True unless a token depends on more than logits, seed and position, or drafting lacks
@@ -216,21 +231,22 @@ class CudaRoundRunner:
             self._upload.write_tables(tables.array, tables.lens)
         shape = self._shape(tables.array.shape[1], draft_len)
         self._pairs[shape.batch, draft_len] = self._drawings[shape.drawing] = None
-        events = self._run(shape)
+        marks = self._run(shape)
         slot = self._num_started % RING_SLOTS
-        self._in_flight.append(_InFlight(slot, self._num_requests, draft_len, *events))
+        self._in_flight.append(_InFlight(slot, self._num_requests, draft_len, marks))
         self._num_started += 1
 
     def collect(self) -> RoundReport:
         """Wait for the oldest round and read its record."""
         done = self._in_flight.popleft()
+        marks = done.marks
         with device_errors("waiting for a round"):
-            done.ended.synchronize()
+            marks.ended.synchronize()
             self._queue.check()
-            draft_ms = done.began.elapsed_time(done.drafted)
-            verify_ms = done.drafted.elapsed_time(done.verified)
-            draft_ms += done.verified.elapsed_time(done.ended)
-        self._spare_events.append((done.began, done.drafted, done.verified, done.ended))
+            draft_ms = marks.began.elapsed_time(marks.drafted)
+            verify_ms = marks.drafted.elapsed_time(marks.verified)
+            draft_ms += marks.verified.elapsed_time(marks.ended)
+        self._spare_events += marks.each
         results = []
         rows = self._ring[done.slot, : done.num_requests].tolist()
         if self._has_trees:
@@ -243,8 +259,7 @@ class CudaRoundRunner:
     def forget(self) -> None:
         """Leave the rounds in flight to whoever else reads them."""
         while self._in_flight:
-            done = self._in_flight.popleft()
-            self._spare_events.append((done.began, done.drafted, done.verified, done.ended))
+            self._spare_events += self._in_flight.popleft().marks.each
 
     def abandon(self) -> None:
         """Forget the rounds in flight."""
@@ -255,23 +270,27 @@ class CudaRoundRunner:
             self._queue.synchronize()
             self._num_started = int(self._state.counter.item())
 
-    def _run(self, shape: RoundShape) -> Events:
-        """Enqueue a round, with events before it, after drafting, after verification, and after
-        it."""
-        events = self._take_events()
+    def _run(self, shape: RoundShape) -> _Marks:
+        """Enqueue a round."""
         draft, read = self.drafter.enqueue_drafts, self.drafter.enqueue_reading
         verify = self._verify
         with device_errors("running a round"), self._queue.scope():
-            events[0].record()
+            began = drafted = self._mark()
             if shape.draft_len:
                 self._draft_graphs.run(shape, lambda: draft(shape))
-            events[1].record()
+                drafted = self._mark()
             self._verify_graphs.run(shape, lambda: verify(shape))
-            events[2].record()
+            verified = ended = self._mark()
             if self.drafter.reads(shape.draft_len):
                 self._reading_graphs.run(shape, lambda: read(shape))
-            events[3].record()
-        return events
+                ended = self._mark()
+        return _Marks(began, drafted, verified, ended)
+
+    def _mark(self) -> Event:
+        """An event, recorded."""
+        event = self._spare_events.pop() if self._spare_events else self._queue.make_event()
+        event.record()
+        return event
 
     def _shape(self, num_blocks: int, draft_len: int) -> RoundShape:
         """The shape of a round whose longest request has so many blocks."""
@@ -279,9 +298,3 @@ class CudaRoundRunner:
         batch = min(1 << max(0, self._num_requests - 1).bit_length(), self.max_batch_size)
         limits = self._target.program.limits
         return RoundShape(batch, kv_bucket(longest, limits), self._drawing, draft_len)
-
-    def _take_events(self) -> Events:
-        if self._spare_events:
-            return self._spare_events.pop()
-        began, drafted, verified, ended = (self._queue.make_event() for _ in range(4))
-        return began, drafted, verified, ended

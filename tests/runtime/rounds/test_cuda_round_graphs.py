@@ -16,6 +16,7 @@ from support.cuda_rounds import (
     make_request,
 )
 
+from llmctl.plugins.backends.cuda.queue import HostEvent
 from llmctl.plugins.device_loop.state import RoundState
 from llmctl.runtime.request import Request, SamplingConfig
 from llmctl.runtime.rounds.upload import state_bytes
@@ -143,6 +144,37 @@ def test_adaptive_lengths_keep_each_engines_graphs_within_its_plan(
                 launches = capture.launches_alive(is_draft)
                 assert sum(launches) <= graph_launches(1, steps, 2)
                 assert is_draft or len(launches) <= max_graphs // 2
+
+
+@pytest.mark.parametrize(("with_draft", "wanted"), [(True, 3), (False, 2)], ids=["draft", "plain"])
+def test_a_round_has_no_event_where_nothing_is_between_it_and_another(
+    fake, make_engine, monkeypatch, with_draft, wanted
+):
+    """Each takes time of the device between two graphs."""
+    made, recorded = [], []
+
+    class Counted(HostEvent):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def record(self) -> None:
+            recorded.append(self)
+            super().record()
+
+    device = Device(make_engine, with_draft)
+    monkeypatch.setattr(device.queue, "make_event", Counted)
+    harness = fake.Harness(device.target, device.drafter, draft=device.draft, runner=device.runner)
+    harness.add(make_request(0, 40))
+    rounds = []
+    monkeypatch.setattr(
+        device.runner,
+        "enqueue",
+        lambda *given, run=device.runner.enqueue: rounds.append(run(*given)),
+    )
+    harness.run()
+    assert len(rounds) > 4 and len(recorded) == wanted * len(rounds)
+    assert len(made) <= 2 * wanted, "events of finished rounds are used again"
 
 
 def test_the_memory_plan_counts_the_requests_state():
