@@ -1,6 +1,6 @@
 """Launches of the bookkeeping between the forward passes of a round.
 
-    draft_first(state, step, limits, batch)     the draft's step of two tokens per request
+    draft_first(state, step, limits, batch)     the draft's step of two tokens per request, at most
     draft_next(state, step, limits, batch, j)   its step of draft j - 1, for 1 <= j < k
     draw_next(logits, scratch, state, step, limits, batch, j)   draft j - 1 by argmax, and that
     verify(state, step, limits, batch, k)       the target's step of k + 1 tokens per request
@@ -37,10 +37,19 @@ def kernels(max_batch_size: int, max_draft_len: int, vocab: int) -> list[KernelS
     ]
 
 
-def draft_first(state: RoundState, step: DeviceStep, limits: StepLimits, batch: int) -> Launch:
+def draft_first(
+    state: RoundState,
+    step: DeviceStep,
+    limits: StepLimits,
+    batch: int,
+    *,
+    only_chains: bool = False,
+) -> Launch:
     """Prepare the draft step of the last two committed tokens of each request; logits of the
-    second."""
-    return _feed(state, step, limits, batch, first=-1, count=2, rows=1)
+    second. Where drafts are `only_chains`, a batch's only request has just the second, and padding,
+    if the first was read before."""
+    skips = only_chains and batch == 1
+    return _feed(state, step, limits, batch, first=-1, count=2, rows=1, may_skip=skips)
 
 
 def draft_next(
@@ -117,11 +126,13 @@ def _feed(
     first: int,
     count: int,
     rows: int,
+    may_skip: bool = False,
 ) -> Launch:
     spec = _feed_spec(state.max_batch_size, state.max_draft_len)
     arguments: tuple[torch.Tensor | int, ...] = (
         state.root,
         state.previous,
+        state.num_read,
         state.committed,
         state.capacity,
         state.drafts,
@@ -130,6 +141,7 @@ def _feed(
         first,
         count,
         rows,
+        int(may_skip),
         limits.max_seq_len,
         limits.tokens_per_block,
         step.block_tables.shape[1],
@@ -160,7 +172,7 @@ def _feed_spec(max_batch_size: int, max_draft_len: int) -> KernelSpec:
     return KernelSpec(
         name=f"rounds.feed.b{max_batch_size}.k{max_draft_len}",
         source=f"{_SOURCE}:feed",
-        arguments=("*i32",) * 12 + ("i32",) * 7,
+        arguments=("*i32",) * 13 + ("i32",) * 8,
         constants={
             "MAX_DRAFT_LEN": max_draft_len,
             "BLOCK_REQUESTS": block_requests,

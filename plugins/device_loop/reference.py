@@ -9,8 +9,21 @@ from llmctl.plugins.device_loop.state import RECORD_TOKENS, RoundState
 from llmctl.plugins.ops.sampling.reference import argmax_rows
 
 
-def draft_first(state: RoundState, step: DeviceStep, limits: StepLimits, batch: int) -> None:
-    """The two last committed tokens of each request, at positions committed - 2 and - 1."""
+def draft_first(
+    state: RoundState,
+    step: DeviceStep,
+    limits: StepLimits,
+    batch: int,
+    *,
+    only_chains: bool = False,
+) -> None:
+    """The two last committed tokens of each request, at positions committed - 2 and - 1. If there
+    is one request only, of which the first of them was read, the second and padding."""
+    if only_chains and batch == 1 and state.num_read[0] >= state.committed[0] - 1:
+        _feed(state, step, limits, batch, state.root[:, None], first=0, rows=1)
+        step.token_ids[1] = step.position_ids[1] = 0
+        step.slot_mapping[1] = -1
+        return
     tokens = torch.stack((state.previous, state.root), dim=1)
     _feed(state, step, limits, batch, tokens, first=-1, rows=1)
 
@@ -38,7 +51,11 @@ def draw_next(
 def verify(
     state: RoundState, step: DeviceStep, limits: StepLimits, batch: int, draft_len: int
 ) -> None:
-    """The root and the drafts of each request, from position committed - 1 on."""
+    """The root and the drafts of each request, from position committed - 1 on. What drafted them
+    has read all but the last."""
+    for request in range(batch):
+        if state.committed[request] > 0:
+            state.num_read[request] = state.committed[request] + draft_len - 1
     tokens = torch.cat((state.root[:, None], state.drafts[:, :draft_len]), dim=1)
     _feed(state, step, limits, batch, tokens, first=0, rows=draft_len + 1)
 

@@ -31,6 +31,7 @@ class RoundState:
 
     root: torch.Tensor  # [B]
     previous: torch.Tensor  # [B]
+    num_read: torch.Tensor  # [B] tokens that what drafted a chain has in its cache, at least
     committed: torch.Tensor  # [B]; 0: padding, otherwise at least 2
     max_len: torch.Tensor  # [B]
     capacity: torch.Tensor  # [B]
@@ -72,6 +73,7 @@ class RoundState:
         return cls(
             root=zeros(max_batch_size),
             previous=zeros(max_batch_size),
+            num_read=zeros(max_batch_size),
             committed=zeros(max_batch_size),
             max_len=zeros(max_batch_size),
             capacity=zeros(max_batch_size),

@@ -23,6 +23,7 @@ _TOKENS: tl.constexpr = tl.constexpr(state.RECORD_TOKENS)
 def feed(
     root,
     previous,
+    num_read,
     committed,
     capacity,
     drafts,
@@ -37,6 +38,7 @@ def feed(
     first,  # place of the first token after the root: -1 previous, 0 root, 1 the first draft
     count,  # tokens of a request
     rows,  # of them, from the last: how many get logits
+    may_skip,  # whether the first token, if it was read, is padding behind the root
     max_seq_len,
     tokens_per_block,
     max_blocks,
@@ -57,10 +59,15 @@ def feed(
     num_real = tl.sum(is_real, 0)
     # Tokens of real requests come first, tokens of padding fill the rest of the step.
     place = tl.where(is_real > 0, end - 1, num_real + request - end)
+    # What is verified is the root and drafts, of which the draft engine has read all but the last.
+    tl.store(num_read + request, length + count - 2, mask=(is_real > 0) & (first == 0))
+    has_read = tl.load(num_read) >= tl.load(committed) - 1
+    skipped = ((may_skip != 0) & has_read).to(tl.int32)
+    first += skipped
 
-    tl.store(cu_q + request + 1, end * count, mask=in_batch)
+    tl.store(cu_q + request + 1, end * (count - skipped), mask=in_batch)
     tl.store(cu_q + request, tl.zeros_like(request), mask=request == 0)
-    entries = tl.minimum(length + first + count - 1, limit)
+    entries = tl.minimum(length + first + count - skipped - 1, limit)
     tl.store(kv_len + request, tl.where(is_real > 0, entries, 0), mask=in_batch)
 
     request = request[:, None]
@@ -71,7 +78,7 @@ def feed(
     for start in range(0, count, BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)[None, :]
         exists = (request < batch) & (token < count)
-        real = exists & is_real
+        real = exists & is_real & (token < count - skipped)
         after_root = first + token
         is_draft = after_root > 0
         value = tl.load(
@@ -87,8 +94,9 @@ def feed(
         tl.store(token_ids + index, value, mask=exists)
         tl.store(position_ids + index, _inside(position, real, max_seq_len), mask=exists)
         tl.store(slot_mapping + index, slot, mask=exists)
-        row = request * rows + token - (count - rows)
-        tl.store(logit_rows + row, index, mask=exists & (token >= count - rows))
+        row = request * rows + token - (count - skipped - rows)
+        has_row = exists & (token < count - skipped) & (token >= count - skipped - rows)
+        tl.store(logit_rows + row, index, mask=has_row)
 
 
 @triton.jit

@@ -72,6 +72,7 @@ class RoundUpload:
         written: list[tuple[torch.Tensor, list[int] | list[float]]] = [
             (state.root, [sequence.tokens[-1] for sequence in sequences]),
             (state.previous, [sequence.tokens[-2] for sequence in sequences]),
+            (state.num_read, [0] * len(lens)),
             (state.committed, lens + padding),
             (state.max_len, [sequence.max_len for sequence in sequences]),
             (arrays.greedy, [int(p.is_greedy) for p in params]),

@@ -46,7 +46,7 @@ from llmctl.plugins.backends.cuda.step_buffer import StepBuffer
 from llmctl.plugins.core.calls import Extent, OpCall, StepInputs, row_extents
 from llmctl.plugins.core.fused_calls import FusedCalls
 from llmctl.plugins.core.operators import check_call, operator_module
-from llmctl.plugins.fused.decoder_layers.kernel import chain_launch, open_chains, serves
+from llmctl.plugins.fused.decoder_layers.kernel import chain_launches, open_chains, serves
 from llmctl.plugins.ops.packed_linear import best
 from llmctl.plugins.ops.rank_draw import kernel as rank_draw
 from llmctl.plugins.ops.rank_offers import kernel as rank_offers
@@ -249,8 +249,8 @@ class CudaProgram:
     def _pack(self, index: int, shape: StepShape) -> Packed:
         """What a call launches in a step of this shape; nothing is enqueued yet."""
         if index <= _CHAIN:
-            chain = self._chains[_CHAIN - index]
-            return self._prepared_of([chain_launch(chain, self._envs["tokens"], shape)])
+            given = self._chains[_CHAIN - index], self._chains, self._envs["tokens"], shape
+            return self._prepared_of(chain_launches(*given))
         call, extent = self._calls[index]
         env = self._envs[extent]
         if call.op in self._runners:

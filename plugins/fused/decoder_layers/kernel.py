@@ -163,7 +163,7 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
         arguments=(
             *("*i64", "i32", "i32", "*fp8e4nv", pointer(layer.dtype), pointer(layer.dtype)),
             *(pointer(layer.dtype), "*i32", "i32", "*fp32", *["*i32"] * 5, "*u8", "*i32"),
-            *("fp32", "fp32", "i32"),
+            *("fp32", "fp32", "i32", "i32"),
         ),
         constants={
             **form_macros(layer.weights),
@@ -209,8 +209,20 @@ def serves(chain: Chain, env: LaunchEnv, shape: StepShape) -> bool:
     )
 
 
-def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
-    """All layers of the chain for the first tokens of one request."""
+def chain_launches(
+    chain: Chain, chains: Sequence[Chain], env: LaunchEnv, shape: StepShape
+) -> list[Launch]:
+    """What a step launches that a chain, one of an engine's, serves. A draft's first step of a
+    round may have one token and padding, as only the device knows: then one of two computes it."""
+    ahead = [c for c in chains if c.tokens < chain.tokens and c.is_whole and chain.is_whole]
+    ahead = [c for c in ahead if c.tactic.gains_at(shape.max_kv_len)]
+    return [chain_launch(c, env, shape, bool(ahead)) for c in (*ahead, chain)]
+
+
+def chain_launch(
+    chain: Chain, env: LaunchEnv, shape: StepShape, is_one_of_two: bool = False
+) -> Launch:
+    """All layers for the first tokens of one request; is_one_of_two: if they are chain.tokens."""
     first, last, limits, step = chain.layers[0], chain.layers[-1], env.limits, env.step
     words = [field for each in chain.layers for field in layer_fields(each, env.kv_cache)]
     num_bytes = exchange_bytes(first, limits, chain.tokens)
@@ -221,7 +233,7 @@ def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
         (
             PointerTable(tuple(words)),
             len(chain.layers),
-            shape.num_tokens,
+            min(shape.num_tokens, chain.tokens),
             first.qkv.inputs["x"],
             first.mlp_norm.inputs["residual"],
             last.down.outputs["out"],
@@ -239,6 +251,7 @@ def chain_launch(chain: Chain, env: LaunchEnv, shape: StepShape) -> Launch:
             first.epsilon,
             first.logit_scale,
             step.block_tables.stride(0),
+            int(is_one_of_two),
         ),
     )
 

@@ -97,13 +97,24 @@ DEVICE void take_registers() {
   else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+// A step of two tokens may have one and padding, which only the device knows: then the launch of one token computes it,
+// and that of two nothing, or the other way round. Whoever computes nothing waits for the launch before all the same, for
+// the next one waits for this one alone.
+DEVICE bool is_for_this_launch(const int* cu_q) {
+  wait_for_dependencies();
+  const bool is_one = attention::load_int(cu_q + 1) - attention::load_int(cu_q) == 1;
+  return is_one == (TOKENS == 1);
+}
+
 extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
     layers(const long long* table, int num_layers, int tokens, const u8* x, const uint4* residual,
            Value* down_out, uint4* residual_out, const int* rows, int is_gathered, const float* rotary,
            const int* positions, const int* slots, const int* cu_q, const int* kv_lens,
            const int* block_tables, u8* exchanged, int* counters, float epsilon, float softmax_scale,
-           int table_stride) {
+           int table_stride, int is_one_of_two) {
   extern __shared__ u8 memory[];
+  // Ahead of everything: what a copy brings must have arrived before the block ends.
+  if (is_one_of_two && !is_for_this_launch(cu_q)) return;
   const Shared shared(shared_address(memory));
   const Layer* all = (const Layer*)table;
   if (MXFP4) make_mxfp4_table(shared.table);

@@ -53,7 +53,8 @@ class DeviceDraftEngine(FedDraftEngine, DeviceChains, OnEveryRank):
         steps, program = self._steps, self._draft.program
         described = steps.state, program.step, program.limits, shape.batch
         if index == 0:
-            steps.launch(steps.target, [bookkeeping.draft_first(*described)])
+            first = bookkeeping.draft_first(*described, only_chains=steps.trees is None)
+            steps.launch(steps.target, [first])
         elif self._draws_in_feeding(shape):
             scratch = steps.scratch(self._draft)
             drawn = bookkeeping.draw_next(self._draft.logits, scratch, *described, index)

@@ -36,6 +36,7 @@ def states(draw: st.DrawFn) -> tuple[RoundState, int, int]:
     for request in range(max_batch):
         committed = draw(st.one_of(st.just(0), st.integers(2, 96)))
         state.committed[request] = committed
+        state.num_read[request] = draw(st.integers(max(committed - 3, 0), committed + 5))
         state.max_len[request] = draw(st.integers(max(committed - 1, 0), 100))
         state.capacity[request] = min(96, 8 * draw(st.integers(max(committed - 9, 0) // 8, 12)))
     return state, batch, draft_len
@@ -48,14 +49,16 @@ def test_steps_are_described_as_the_reference_describes_them(made, data):
     limits = make_limits(state.max_batch_size, state.max_draft_len)
     which = data.draw(st.sampled_from(["draft_first", "draft_next", "verify"]))
     arguments: tuple[int, ...] = (batch,)
+    named = {"only_chains": data.draw(st.booleans())} if which == "draft_first" else {}
     if which == "draft_next":
         arguments = (batch, data.draw(st.integers(1, state.max_draft_len)))
     elif which == "verify":
         arguments = (batch, draft_len)
-    found, wanted = make_step(limits), make_step(limits)
-    run_launches([getattr(kernel, which)(state, found, limits, *arguments)])
-    getattr(reference, which)(state, wanted, limits, *arguments)
+    found, wanted, after = make_step(limits), make_step(limits), clone(state)
+    run_launches([getattr(kernel, which)(after, found, limits, *arguments, **named)])
+    getattr(reference, which)(state, wanted, limits, *arguments, **named)
     assert_same(found, wanted)
+    assert_same(after, state)
 
 
 @settings(max_examples=150, deadline=None)
@@ -159,6 +162,39 @@ def test_a_plain_batch_is_laid_out_as_the_contract_says():
     table = step.block_tables[2].tolist()
     wanted = [table[p // 8] * 8 + p % 8 for p in range(19, 24)]
     assert step.slot_mapping[10:15].tolist() == wanted
+
+
+@pytest.mark.parametrize("accepted", range(4))
+def test_the_only_request_does_not_read_a_token_twice(accepted):
+    """Of three drafts the draft engine has read two: its step has padding in place of a token that
+    is in its cache, unless all were accepted."""
+    state = RoundState.allocate(2, 3, "cpu")
+    for name, value in (("root", 5), ("previous", 1), ("committed", 9), ("max_len", 90)):
+        getattr(state, name).fill_(value)
+    state.capacity.fill_(16)
+    state.drafts.copy_(torch.tensor([[6, 7, 8], [6, 7, 8]]))
+    state.targets[:4] = torch.tensor([6, 7, 8, 9]).where(torch.arange(4) < accepted, 9)
+    limits = make_limits(2, 3)
+    step = make_step(limits)
+    run_launches([kernel.draft_first(state, step, limits, 1, only_chains=True)])
+    assert step.token_ids[:2].tolist() == [1, 5], "nothing was read before the first round"
+    run_launches([kernel.verify(state, step, limits, 1, 3), kernel.accept(state, 1, 3)])
+    run_launches([kernel.draft_first(state, step, limits, 1, only_chains=True)])
+    last, length = 8 + accepted + 1, 9 + accepted + 1
+    slots = [step.block_tables[0].tolist()[p // 8] * 8 + p % 8 for p in (last - 1, last)]
+    assert int(step.kv_len[0]) == length
+    if accepted == 3:
+        assert step.token_ids[:2].tolist() == [8, 9] and step.cu_q[:2].tolist() == [0, 2]
+        assert step.position_ids[:2].tolist() == [last - 1, last]
+        assert step.slot_mapping[:2].tolist() == slots and step.logit_rows[0] == 1
+    else:
+        assert step.token_ids[:2].tolist() == [9, 0] and step.cu_q[:2].tolist() == [0, 1]
+        assert step.position_ids[:2].tolist() == [last, 0]
+        assert step.slot_mapping[:2].tolist() == [slots[1], -1] and step.logit_rows[0] == 0
+    run_launches([kernel.draft_first(state, step, limits, 2, only_chains=True)])
+    assert step.cu_q[:3].tolist() == [0, 2, 4], "among others it has two"
+    run_launches([kernel.draft_first(state, step, limits, 1)])
+    assert step.cu_q[:2].tolist() == [0, 2], "nodes of trees are elsewhere"
 
 
 def test_acceptance_replaces_numbers_that_all_threads_have_read():

@@ -24,6 +24,7 @@ from llmctl.plugins.core.fused_calls import FusedCalls
 from llmctl.plugins.fused.decoder_layers.chain import find_layers
 from llmctl.plugins.fused.decoder_layers.kernel import (
     chain_launch,
+    chain_launches,
     chain_spec,
     find_chain,
     find_chains,
@@ -216,6 +217,31 @@ def test_steps_of_two_tokens_have_a_launch_of_their_own_where_that_is_faster(mon
             if part < 0
         }
         assert found == wanted
+
+
+def test_a_step_that_may_have_one_token_and_padding_launches_both(monkeypatch):
+    """Only the device knows which of them it has. With logits of both tokens there are two."""
+    plan, limits = planned("1b")
+    calls = [call for call, _ in meta_calls(plan)]
+    faster = {"4096": {"launches": 2.0, "one_launch": 1.0}}
+    short = {"1024": faster["4096"], "4096": {"launches": 1.0, "one_launch": 2.0}}
+    two = replace(ONE, num_tokens=2, max_query_len=2)
+    both, long = replace(two, num_rows=2), replace(two, max_kv_len=2048)
+    for of_one, wanted in (
+        (faster, {two: [1, 2], long: [1, 2]}),
+        (short, {two: [1, 2], long: [2]}),
+    ):
+        table = {"h2048.i8192.a32.8x64": of_one, "h2048.i8192.a32.8x64.n2": faster}
+        measured(monkeypatch, table, {})
+        chains, env = find_chains(calls, limits), env_of("1b")
+        for shape, tokens in {**wanted, both: [2], ONE: [1]}.items():
+            (chain, *_) = (each for each in chains if serves(each, env, shape))
+            launches = chain_launches(chain, chains, env, shape)
+            given = [(launch.arguments[2], launch.arguments[-1]) for launch in launches]
+            assert given == [(count, int(len(tokens) > 1)) for count in tokens]
+            for launch, count in zip(launches, tokens, strict=True):
+                assert f".n{count}." in launch.spec.name
+                assert launch.arguments[3:8] == launches[-1].arguments[3:8], "one place for results"
 
 
 def test_a_record_of_calls_that_are_no_layers_is_refused(monkeypatch):

@@ -180,6 +180,6 @@ def test_a_round_has_no_event_where_nothing_is_between_it_and_another(
 def test_the_memory_plan_counts_the_requests_state():
     state = RoundState.allocate(8, 10, "cpu")
     tensors = [state.root, state.previous, state.committed, state.max_len, state.capacity]
-    tensors += [state.drafts, state.targets, state.counter]
+    tensors += [state.num_read, state.drafts, state.targets, state.counter]
     tensors += [getattr(state.sampling, name) for name in state.sampling.__slots__]
     assert state_bytes(8, 10) == sum(t.numel() * t.element_size() for t in tensors)
