@@ -9,6 +9,8 @@ import torch
 from support.chain import CONTEXTS, SMALL
 
 from llmctl.builder.config import BuildRequest
+from llmctl.plugins.fused.decoder_layers.kernel import find_chains
+from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE
 from llmctl.runtime.engines.graphs import capture_graph
 from scripts.bench.layers_support import CONTEXT, Model
 
@@ -40,6 +42,23 @@ def test_a_step_without_logits_writes_the_same_cache(model, context):
     _, wanted = model.run(step, shape, one_launch=False)
     _, cache = model.run(step, shape, one_launch=True)
     assert torch.equal(cache, wanted) and not torch.equal(cache, model.before)
+
+
+def test_a_step_of_two_launches_has_the_bits_of_the_one_for_as_many_tokens():
+    """A draft's first step of a round: one token and padding, or two, or none."""
+    made = Model("1b")
+    places = {1: EVERYWHERE, 2: EVERYWHERE}
+    made.chains = find_chains(made.calls, made.program.limits, places)
+    assert [chain.tokens for chain in made.chains if chain.is_whole] == [1, 2]
+    for context in (2, 65, 1000, 1025, 1500, 3001):
+        for _ in range(2):
+            assert made.has_same_bits(context, 1, padding=1), context
+            assert made.has_same_bits(context, 2), context
+    step, shape = made.step(100, 2)
+    step.kv_len[:] = step.cu_q[:] = 0
+    step.slot_mapping[:] = -1
+    _, cache = made.run(step, shape, one_launch=True)
+    assert torch.equal(cache, made.before) and made.has_same_bits(100, 1, padding=1)
 
 
 def test_padding_and_steps_without_a_token_end(model):
