@@ -11,6 +11,7 @@ import pytest
 from support.attention_compiled import HERE, of_chains
 from support.attention_models import world_of
 from support.cuda_build import CASES, COMPILED_HERE, LIMITS
+from support.stand_ins import one_of_each_size
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -21,7 +22,7 @@ from llmctl.builder.step_limits import step_limits
 from llmctl.cli.main import execute
 from llmctl.errors import BadConfig, CheckpointNotFound, UnknownQuantization, Unsupported
 from llmctl.plugins.backends.cuda import nvrtc
-from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel, is_needed
+from llmctl.plugins.backends.cuda.compiler import CompiledKernel, is_needed
 from llmctl.plugins.backends.cuda.cubin import read_cubin
 
 
@@ -32,8 +33,9 @@ def fp8_engine(cuda_engines: Callable[[str], Path]) -> Path:
 
 
 def test_kernels_are_stored_and_read_back_whole(checkpoints, tmp_path) -> None:
-    planned = plan_build(checkpoints(COMPILED_HERE), BuildRequest(**LIMITS), backend="cuda")
-    run_build(planned, tmp_path / "engine")
+    with one_of_each_size() as compile_kernel:
+        planned = plan_build(checkpoints(COMPILED_HERE), BuildRequest(**LIMITS), backend="cuda")
+        run_build(planned, tmp_path / "engine")
     plan, tensors = open_engine(tmp_path / "engine")
     config = read_engine_config(tmp_path / "engine")
     specs = {

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import small_kernels
-from support.cuda_build import CASES, COMPILED_HERE, LIMITS, MODEL_OF_RANKS, write_case, write_model
+import torch
+from support import packed_linear, prefill, small_kernels
+from support.cuda_build import CASES, LIMITS, MODEL_OF_RANKS, write_case, write_model
 from support.decoder_layers_compiled import (
     HELD_ON_A_GPU_MACHINE,
     ON_A_GPU_MACHINE,
@@ -24,7 +25,7 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.ops.sampling.kernel import kernels
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != COMPILED_HERE])
+@pytest.mark.parametrize("case", CASES)
 def test_engines_hold_the_kernels_that_their_steps_launch(tmp_path: Path, case: str) -> None:
     checkpoint = write_case(tmp_path / "checkpoint", case)
     run_build(plan_build(checkpoint, BuildRequest(**LIMITS), backend="cuda"), tmp_path / "engine")
@@ -77,3 +78,24 @@ def test_sampling_kernels_compile_without_spills(vocab: int) -> None:
 @pytest.mark.parametrize("op", small_kernels.OPS)
 def test_row_wise_kernels_compile_without_spills(op: str) -> None:
     small_kernels.require_no_spills(small_kernels.specs_of(op))
+
+
+OPS_OF_WEIGHTS = ("packed_linear", "packed_linear_swiglu", "packed_linear_rope_kv")
+
+
+@pytest.mark.parametrize("dtype", [packed_linear.FP8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS_OF_WEIGHTS)
+def test_products_of_few_tokens_run_together(op: str, dtype: torch.dtype) -> None:
+    packed_linear.require_products_of_warpgroups(op, dtype, packed_linear.VARIANTS)
+
+
+@pytest.mark.parametrize("op", OPS_OF_WEIGHTS)
+def test_products_of_few_tokens_with_four_bits_run_together(op: str) -> None:
+    packed_linear.require_products_from_registers(op, packed_linear.VARIANTS_OF_FOUR_BITS)
+
+
+@pytest.mark.parametrize("name", prefill.CALLS)
+def test_products_of_many_tokens_run_together(name: str) -> None:
+    variants = prefill.variants_of(prefill.CALLS[name])
+    for variant, found in prefill.compile_variants(name, variants).items():
+        prefill.require_sums_in_registers(variant, *found)

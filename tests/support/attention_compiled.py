@@ -1,7 +1,7 @@
 """What attention kernels must compile to, and for which heads, caches and pages that is checked.
 
 CI compiles each kernel at least once for each type of cache and each class of head size, with what
-takes most registers, and all kernels for one of them. Triton's, a second each, it compiles for each
+takes most registers. Triton's, a second each, it compiles for each
 type of cache with heads of 128, and for heads that are padded; those of 64 are in an engine that
 tests/builder builds. The rest of the table takes four times as long and is compiled where there are
 more cores than two, on the machine with the GPU (tests/gpu/test_attention_compiled.py).
@@ -28,19 +28,17 @@ from support.trees import world_of as tree_world
 
 OF_FLOAT16 = [kv for kv, (dtype, *_) in CACHES.items() if dtype == torch.float16]
 OF_BFLOAT16 = [kv for kv in CACHES if kv not in OF_FLOAT16]
-# (heads, cache), of which CI compiles all kernels, and of which those with most to do.
+# (heads, cache), of which CI compiles the kernels with most to do.
 # FP16 takes the registers that BF16 does, but of wide heads in a cache of 16 bits.
-WHOLE_HERE = [("70b", "fp8")]
-LARGEST_HERE = [
-    *(("70b", kv) for kv in ("bfloat16", "int8", "float16")),
+HERE = [
+    *(("70b", kv) for kv in ("fp8", "bfloat16", "int8", "float16")),
     *(("1b", kv) for kv in ("bfloat16", "int8", "fp8")),
     *(("96 wide", kv) for kv in OF_BFLOAT16),
     *[("0.5b", "fp8 of float16"), ("3b", "fp8")],  # groups of 7 and 3
 ]
-HERE = [*WHOLE_HERE, *LARGEST_HERE]
 TRITON_HERE = [*(("70b", kv) for heads, kv in HERE if heads == "70b"), ("96 wide", "int8")]
 ON_A_GPU_MACHINE = [
-    *LARGEST_HERE,
+    *HERE,
     *(("70b", kv) for kv in OF_FLOAT16 if kv != "float16"),
     *(("0.5b", kv) for kv in OF_FLOAT16 if kv != "fp8 of float16"),
     *(("80 wide", kv) for kv in CACHES),
@@ -70,10 +68,8 @@ def of_chains(world: World) -> list[KernelSpec]:
 
 def chains_here(heads: str, kv: str) -> list[KernelSpec]:
     """Those of one of `HERE` that CI compiles."""
-    specs = of_chains(world_of(heads, kv))
-    if (heads, kv) in WHOLE_HERE:
-        return specs
-    return [s for s in largest(specs) if not s.is_triton or (heads, kv) in TRITON_HERE]
+    specs = largest(of_chains(world_of(heads, kv)))
+    return [s for s in specs if not s.is_triton or (heads, kv) in TRITON_HERE]
 
 
 def largest(specs: Sequence[KernelSpec]) -> list[KernelSpec]:

@@ -3,7 +3,7 @@ are launched with: the real ones take half a second each to compile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -16,6 +16,12 @@ from llmctl.plugins.backends.cuda.cubin import read_cubin
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
 from llmctl.plugins.backends.cuda.nvrtc import compile_source
 
+Compile = Callable[[KernelSpec], CompiledKernel]
+# Constants that say how many tokens or rows a binary serves, and the least.
+_SIZES = {
+    "ops/packed_linear/decode.cu": {"TOKENS": 8},
+    "ops/paged_attention/verification/verification.cu": {"ROWS": 8},
+}
 _TYPES = {"i32": "int", "i64": "long long", "fp32": "float", "tensor_map": "Map"}
 
 
@@ -26,6 +32,22 @@ def stand_in_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(compiler, "compile_kernel", stand_in)
         yield
+
+
+@contextmanager
+def one_of_each_size() -> Iterator[Compile]:
+    """Kernels of an engine that differ in sizes alone are compiled for the smallest, and stand-ins
+    for the others: twice the time. Gives what compiles them."""
+    compile_kernel = compiler.compile_kernel
+
+    def compile_smallest(spec: KernelSpec, capability: str = HOPPER.capability) -> CompiledKernel:
+        sizes = _SIZES.get(spec.source, {})
+        is_smallest = all(spec.constants[name] == least for name, least in sizes.items())
+        return (compile_kernel if is_smallest else stand_in)(spec, capability)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(compiler, "compile_kernel", compile_smallest)
+        yield compile_smallest
 
 
 def stand_in(spec: KernelSpec, capability: str = HOPPER.capability) -> CompiledKernel:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
-from support.kernel import disassemble
+from support.prefill import (
+    BF16,
+    CALLS,
+    FP8,
+    FP32,
+    MAX_TOKENS,
+    compile_variants,
+    compiled,
+    largest,
+    limits,
+    make_call,
+    meta,
+    require_sums_in_registers,
+)
 
-from llmctl.plugins.backends.cuda.arch import HOPPER
-from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import (
     DeviceStep,
     LaunchEnv,
-    StepLimits,
     StepShape,
     TensorMap,
 )
-from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.packed_linear.kernel import kernels, launches
-from llmctl.plugins.ops.packed_linear.layout import packed_shape
 from llmctl.plugins.ops.packed_linear.prefill import (
     EVEN_120,
     EVEN_NARROW,
@@ -35,83 +42,21 @@ from llmctl.plugins.ops.packed_linear.prefill import (
     WIDE,
     WIDE_96,
     WIDE_120,
-    Variant,
     choose,
     prefill_launch,
-    prefill_spec,
     variants_of,
 )
 
-FP8, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
-MAX_TOKENS = 2048
+
+@pytest.mark.parametrize("name", CALLS)
+def test_sums_stay_in_registers_and_products_run_together(name):
+    for variant, (kernel, lines) in compiled(name).items():
+        require_sums_in_registers(variant, kernel, lines)
 
 
-def limits(kv_dtype: str = "float8_e4m3fn") -> StepLimits:
-    return StepLimits(MAX_TOKENS, 8, 8, 4096, 10, 32, kv_dtype)
-
-
-def meta(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def make_call(
-    op: str, kind: torch.dtype, out: torch.dtype, rows: int = 4096, inner: int = 1024, **more: bool
-) -> OpCall:
-    shape = packed_shape(rows, inner, kind.itemsize)
-    inputs = {"x": meta(MAX_TOKENS, inner, dtype=kind), "weight": meta(*shape, dtype=kind)}
-    model = BF16 if kind == FP8 else kind
-    if kind == FP8:
-        inputs["weight_scale"] = meta(shape[0] * 64)
-        inputs["x_scale"] = meta(MAX_TOKENS if more.get("per_token") else 1)
-    if more.get("bias"):
-        inputs["bias"] = meta(shape[0] * 64, dtype=model)
-    attributes: dict[str, int | float | str | bool] = {}
-    role, width = "out", rows
-    if op == "packed_linear_swiglu":
-        attributes, width = {"dtype": str(model).removeprefix("torch.")}, rows // 2
-        if out == FP8:
-            inputs["scale"] = meta(1)
-    elif op == "packed_linear_rope_kv":
-        role, width = "q", rows // 2
-        inputs |= {"rotary": meta(4096, 128), "k_scale": meta(1), "v_scale": meta(1)}
-        attributes = {"layer": 0, "num_heads": 16, "num_kv_heads": 8, "head_size": 128}
-    return OpCall(op, op, inputs, {role: meta(MAX_TOKENS, width, dtype=out)}, attributes)
-
-
-CALLS = {
-    "fp8": make_call("packed_linear", FP8, BF16),
-    "fp8 per token with bias": make_call("packed_linear", FP8, BF16, per_token=True, bias=True),
-    "fp8 logits": make_call("packed_linear", FP8, FP32),
-    "fp8 swiglu": make_call("packed_linear_swiglu", FP8, FP8),
-    "fp8 swiglu to bf16": make_call("packed_linear_swiglu", FP8, BF16),
-    "fp8 rope": make_call("packed_linear_rope_kv", FP8, BF16),
-    "bf16": make_call("packed_linear", BF16, BF16),
-    "bf16 swiglu": make_call("packed_linear_swiglu", BF16, BF16),
-    "fp16 rope": make_call("packed_linear_rope_kv", FP16, FP16),
-}
-COMPILED = [(name, variant) for name, call in CALLS.items() for variant in variants_of(call)]
-
-
-@cache
-def compiled(name: str, variant: Variant) -> CompiledKernel:
-    return compile_kernel(prefill_spec(CALLS[name], variant, limits()))
-
-
-def instructions(kernel: CompiledKernel) -> list[str]:
-    return [line for line in disassemble(kernel).splitlines() if line.lstrip().startswith("/*")]
-
-
-@pytest.mark.parametrize(("name", "variant"), COMPILED, ids=lambda v: getattr(v, "name", v))
-def test_every_variant_keeps_its_sums_in_registers_and_products_run_together(name, variant):
-    kernel = compiled(name, variant)
-    assert kernel.local_bytes == 0
-    lines = instructions(kernel)
-    waits, products = (sum(what in line for line in lines) for what in ("WARPGROUP.DEPBAR", "GMMA"))
-    assert 2 * waits <= products, "products wait for each other"
-    assert kernel.threads == 128 * (variant.warpgroups + 1)
-    assert kernel.registers <= 65536 // kernel.threads
-    assert kernel.shared_bytes <= HOPPER.max_shared_bytes
-    assert kernel.cluster == variant.cluster
+def test_each_arrangement_of_warps_is_compiled_with_most_tokens():
+    assert set(largest(variants_of(CALLS["fp8"]))) == {WIDE, SQUARE, EVEN_SQUARE, SLIM}
+    assert largest(variants_of(CALLS["bf16"])) == [LONG]
 
 
 @pytest.mark.parametrize(
@@ -120,14 +65,14 @@ def test_every_variant_keeps_its_sums_in_registers_and_products_run_together(nam
         ("fp8", WIDE, "QGMMA.64x128x32.F32.E4M3.E4M3"),
         ("fp8 swiglu", WIDE, "QGMMA.64x128x32.F32.E4M3.E4M3"),
         ("fp8", SQUARE, "QGMMA.64x128x32.F32.E4M3.E4M3"),
-        ("fp8 rope", NARROW, "QGMMA.64x64x32.F32.E4M3.E4M3"),
+        ("fp8 rope", THIN, "QGMMA.64x64x32.F32.E4M3.E4M3"),
         ("fp8", SLIM, "QGMMA.64x128x32.F32.E4M3.E4M3"),
         ("bf16", LONG, "HGMMA.64x256x16.F32.BF16"),
-        ("fp16 rope", SQUARE, "HGMMA.64x128x16.F32"),
+        ("fp16 rope", LONG, "HGMMA.64x256x16.F32"),
     ],
 )
 def test_products_are_warpgroup_instructions_fed_by_bulk_copies(name, variant, instruction):
-    lines = instructions(compiled(name, variant))
+    _, lines = compiled(name)[variant]
     products = [line for line in lines if "GMMA" in line]
     assert products and all(instruction in line for line in products)
     has_two_parts = name.startswith("fp8") and variant.wg_tiles == 1
@@ -145,13 +90,12 @@ def test_products_are_warpgroup_instructions_fed_by_bulk_copies(name, variant, i
 def test_int8_caches_are_written_rounding_to_nearest_with_nan_as_0(name):
     """Every variant stores with the same PTX and has the registers that it has with an FP8 cache:
     here those with most, of each number of threads."""
-    call, most = CALLS[name], {}
-    for variant in sorted(variants_of(call), key=lambda its: compiled(name, its).registers):
+    binaries, most = compiled(name), {}
+    for variant in sorted(binaries, key=lambda its: binaries[its][0].registers):
         most[variant.warpgroups] = variant
-    for variant in most.values():
-        kernel = compile_kernel(prefill_spec(call, variant, limits("int8")))
+    for kernel, lines in compile_variants(name, [*most.values()], "int8").values():
         assert kernel.local_bytes == 0 and kernel.registers <= 65536 // kernel.threads
-        found = re.findall(r"\bF2I\.\S+", "".join(instructions(kernel)))
+        found = re.findall(r"\bF2I\.\S+", "".join(lines))
         signed = [name for name in found if ".U" not in name]  # integers divide through unsigned
         # no suffix of a direction: to nearest even; NTZ: NaN to zero
         assert signed and set(signed) == {"F2I.NTZ"} and len(signed) % 8 == 0
@@ -159,7 +103,7 @@ def test_int8_caches_are_written_rounding_to_nearest_with_nan_as_0(name):
 
 def test_sums_are_stored_while_products_run():
     """Between a row tile's products and the wait for them lies the store of the other row tile."""
-    lines = instructions(compiled("fp8", WIDE))
+    _, lines = compiled("fp8")[WIDE]
     marks = [
         kind
         for line in lines
@@ -172,13 +116,13 @@ def test_sums_are_stored_while_products_run():
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("fp8", SLIM), ("fp8", SQUARE), ("fp8 swiglu", SQUARE), ("fp8 swiglu", NARROW)],
+    [("fp8", SLIM), ("fp8", SQUARE), ("fp8 swiglu", SQUARE), ("fp8 rope", THIN)],
     ids=lambda v: getattr(v, "name", v),
 )
 def test_a_part_is_added_while_the_products_of_the_next_run(name, variant):
     """No product is waited for before the next has begun, but for the first interval and the last
     chunk of a tile, each of which has two ways to its end."""
-    lines = "".join(instructions(compiled(name, variant)))
+    lines = "".join(compiled(name)[variant][1])
     waits = re.findall(r"DEPBAR\.LE gsb0, (0x[01])", lines)
     assert waits.count("0x0") == 3 and waits.count("0x1") == 4
 

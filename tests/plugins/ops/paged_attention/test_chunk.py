@@ -35,8 +35,11 @@ def test_it_keeps_sums_in_registers_and_products_in_flight(kv, heads, by_images)
     check_chunk(heads, kv, by_images=by_images)
 
 
-@pytest.mark.parametrize("tokens_per_block", [2, 8, 128])
-@pytest.mark.parametrize("kv_dtype", [FP8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens_per_block", "kv_dtype"),
+    [(2, FP8), (2, torch.bfloat16), (8, FP8), (128, torch.bfloat16)],
+    ids=str,
+)
 def test_it_compiles_for_every_page_size(tokens_per_block, kv_dtype):
     """With 16 it has the registers that it has with 8, with 64 those of 128."""
     world = World(8, 2, 128, (64,), kv_dtype=kv_dtype, tokens_per_block=tokens_per_block)
