@@ -26,6 +26,7 @@ from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.plugins.ops.packed_linear.tactics import tactic_of
 from llmctl.plugins.ops.paged_attention import kernel
 from llmctl.plugins.ops.paged_attention import ways as attention
+from llmctl.plugins.ops.paged_attention.generation.generation import choose_cut
 from llmctl.plugins.ops.paged_attention.verification import verification
 from llmctl.plugins.ops.paged_attention.verification.verification import Variant
 from scripts.bench.layers_support import CONTEXT, Model
@@ -75,7 +76,7 @@ class Steps:
         logits = None
         for way in ways:
             with patch.object(attention, "choose_variant", lambda *_, way=way: way):
-                cut = attention.choose_cut if way is None else lambda *_: None
+                cut = choose_cut if way is None else lambda *_: None
                 with patch.object(attention, "choose_cut", cut):
                     ms = self.time(context, tokens)
             us = (ms - without) / self.layers * 1e3

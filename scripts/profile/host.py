@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import mean, median
 from time import perf_counter, thread_time
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.api.executor_config import ExecutorConfig, KvCacheConfig
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
+from llmctl.runtime.step import pack
 from scripts.profile.host_stub import StubDevice, StubRunner, StubSampling, StubTarget
 
 Steps = list[dict[str, float]]  # seconds of each part
@@ -173,12 +175,9 @@ def instrument(executor: Executor, clock: Clock, device: StubDevice | None) -> N
 @contextmanager
 def packing_timed(clock: Clock) -> Iterator[None]:
     """`pack` is a function of a module."""
-    original = loop_module.pack
-    clock.wrap(loop_module, "pack", "pack")
-    try:
+    with patch.object(loop_module, "pack", pack):
+        clock.wrap(loop_module, "pack", "pack")
         yield
-    finally:
-        loop_module.pack = original
 
 
 def stub_executor(batch: int, device: StubDevice, has_reuse: bool) -> Executor:

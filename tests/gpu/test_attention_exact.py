@@ -16,8 +16,9 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
 from llmctl.plugins.backends.cuda.kernel_spec import DeviceStep, KernelSpec, Launch, LaunchEnv
 from llmctl.plugins.core.calls import OpCall
-from llmctl.plugins.ops.paged_attention import kernel, launch_arguments
+from llmctl.plugins.ops.paged_attention import launch_arguments
 from llmctl.plugins.ops.paged_attention.generation import generation
+from llmctl.plugins.ops.paged_attention.shared.source_specs import SHORT
 from llmctl.plugins.ops.paged_attention.verification import verification
 
 WORLDS = [
@@ -56,7 +57,7 @@ def launch_of(
             return None
         tensors, scale = launch_arguments.own_tensors(call, env), launch_arguments.logit_scale(call)
         return verification.verification_launch(
-            call, env, variant, requests, most, tensors, scale, kernel.SHORT
+            call, env, variant, requests, most, tensors, scale, SHORT
         )
     if not generation.covers(call, env.limits):
         return None
@@ -73,7 +74,7 @@ def launch_of(
         launch_arguments.own_tensors(call, env),
         launch_arguments.partials(call, env),
         launch_arguments.logit_scale(call),
-        kernel.SHORT,
+        SHORT,
     )
 
 
