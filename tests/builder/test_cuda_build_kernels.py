@@ -11,7 +11,7 @@ import pytest
 from support.attention_compiled import HERE, of_chains
 from support.attention_models import world_of
 from support.cuda_build import CASES, COMPILED_HERE, LIMITS
-from support.stand_ins import one_of_each_size
+from support.stand_ins import one_of_each_kind
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -33,7 +33,7 @@ def fp8_engine(cuda_engines: Callable[[str], Path]) -> Path:
 
 
 def test_kernels_are_stored_and_read_back_whole(checkpoints, tmp_path) -> None:
-    with one_of_each_size() as compile_kernel:
+    with one_of_each_kind() as compile_kernel:
         planned = plan_build(checkpoints(COMPILED_HERE), BuildRequest(**LIMITS), backend="cuda")
         run_build(planned, tmp_path / "engine")
     plan, tensors = open_engine(tmp_path / "engine")

@@ -21,7 +21,8 @@ OPS = [op for op in SPECS if has_module(op, "kernel")]
 LARGE = 2048  # input features of a matrix that takes long to make
 
 
-def specs_of(op: str) -> list[KernelSpec]:
+@cache
+def specs_of(op: str) -> tuple[KernelSpec, ...]:
     """Every binary that a case of the spec needs; cases of other backends are left out."""
     found: list[KernelSpec] = []
     for case in (*SPECS[op].cases, *SPECS[op].timed):
@@ -34,7 +35,7 @@ def specs_of(op: str) -> list[KernelSpec]:
                 found += operator_module(op, "kernel").kernels(example.call, limits_for(example))
             except Unsupported:
                 continue
-    return found
+    return tuple(found)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -43,9 +44,6 @@ def test_a_kernels_name_says_which_binary_it_is(op):
     for spec in specs_of(op):
         assert by_name.setdefault(spec.name, spec) == spec, spec.name
     assert by_name
-
-
-PARTS = 4  # of the kernels of an operator that has many: workers share them
 
 
 @cache
@@ -73,9 +71,12 @@ def checked_elsewhere() -> set[str]:
     return {kind(spec.name) for world in worlds for spec in of_chains(world)}
 
 
-def _num_options(spec: KernelSpec) -> tuple[int, bool, str]:
-    """Windows that are read from memory are more to do than one that is compiled in."""
-    return spec.name.count("."), ".windows" in spec.name, spec.name
+def _num_options(spec: KernelSpec) -> tuple[int, bool, int, str]:
+    """Windows that are read from memory are more to do than one that is compiled in, and more
+    tokens than fewer."""
+    tokens = re.search(r"\.n(\d+)r|\.\d+x(\d+)", spec.name)
+    most = int(tokens[1] or tokens[2]) if tokens else 0
+    return spec.name.count("."), ".windows" in spec.name, most, spec.name
 
 
 def kind(name: str) -> str:
@@ -87,33 +88,44 @@ def kind(name: str) -> str:
         name = name.replace(".out_scale", "")  # with it there is more to do
         if ".d128" not in name:  # with a window there is more to do
             name = re.sub(r"\.windows?\b", "", name)
-    if name.startswith(_HAVE_BOTH) and not _FP16_KEPT.search(name):
+    if name.startswith("packed_linear"):
+        name = _TILES.sub("", name)
+    elif name.startswith("paged_attention.") and not _FP16_KEPT.search(name):
         name = re.sub(r"(?<=[._])fp16\b", "bf16", name)
     return name
 
 
-# FP16 takes the registers that BF16 does: these operators are compiled for it where there is most
-# to do, or as the smallest of their tiles.
-_HAVE_BOTH = ("paged_attention.", "packed_linear")
-_FP16_KEPT = re.compile(r"\.(d128|n8r\w+|128x256)\b")
+# FP16 takes the registers that BF16 does: attention is compiled for it where there is most to do.
+_FP16_KEPT = re.compile(r"\.d128\b")
 # Sizes that loops and addresses depend on: numbers of heads, tokens per block, requests.
 _SIZES = re.compile(r"\.(h\d+x\d+|page\d+|b\d+)(?=\.|$)")
-_MANY = {"paged_attention", "packed_linear"}
+# Of packed products, and the slots and parts that belong to them: the tests of packed_linear
+# compile all kinds of tiles, for types with most to do. Here are all types, for the largest tile.
+_TILES = re.compile(
+    r"\.(n\d+r\d+c\d+s\d+|\d+x\d+(even)?|l\d+|h\d+\.\d+x\d+)(?=\.|$)|(?<=\.k)\d+i\d+"
+)
 # Its cases have one rank, which launches the kernels of two other operators.
 _OF_OTHERS = {"all_reduce_norm"}
 # Of keys and values. Attention reads what earlier steps cached as soon as these let it start.
 _WRITERS = {"packed_linear_rope_kv", "rope_kv_write"}
 
 
-@pytest.mark.parametrize(
-    ("op", "part"), [(op, part) for op in OPS for part in range(PARTS if op in _MANY else 1)]
-)
-def test_kernels_compile_without_spills_and_keep_to_programmatic_launches(op, part):
+# A disassembly takes half a second, however little there is: small kernels share one.
+TOGETHER = [
+    *([op] for op in OPS if op not in small_kernels.OPS),
+    [op for op in OPS if op in small_kernels.OPS],
+]
+
+
+@pytest.mark.parametrize("ops", TOGETHER, ids=" ".join)
+def test_kernels_compile_without_spills_and_keep_to_programmatic_launches(ops):
     """Every launch may start before the one ahead of it has ended: a kernel that does not wait for
     it reads what is not yet written."""
-    specs = representatives(op)[part :: PARTS if op in _MANY else 1]
-    assert bool(specs) != (op in _OF_OTHERS)
-    for spec, kernel, sass in compile_all(specs):
+    found = {op: representatives(op) for op in ops}
+    assert all(bool(specs) != (op in _OF_OTHERS) for op, specs in found.items())
+    by_op = [(op, spec) for op, specs in found.items() for spec in specs]
+    compiled = compile_all([spec for _, spec in by_op])
+    for (op, _), (spec, kernel, sass) in zip(by_op, compiled, strict=True):
         assert kernel.local_bytes == 0, f"{spec.name} spills {kernel.local_bytes} bytes"
         assert "ACQBULK" in sass, f"{spec.name} never executes griddepcontrol.wait"
         assert "PREEXIT" in sass, f"{spec.name} never executes griddepcontrol.launch_dependents"
