@@ -67,3 +67,6 @@ def test_int8_keys_and_values_round_to_nearest_and_compile_without_spills(dtype)
         signed = [name for name in found if ".U" not in name]  # integers divide through unsigned
         # no suffix of a direction: to nearest even; NTZ: NaN to zero
         assert signed and set(signed) == {"F2I.NTZ"}
+        # Attention reads what earlier steps cached as soon as this lets it start.
+        before = re.findall(r"ACQBULK|EXIT", code.split("PREEXIT")[0])
+        assert before[-1] == "ACQBULK", "others start before what they read is written"
