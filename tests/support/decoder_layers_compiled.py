@@ -35,8 +35,11 @@ ON_A_GPU_MACHINE: list[Shape] = [
     *(("1b", "FP8", _MXFP4, 1), ("1b", "INT8", "fp8", 1)),
 ]
 # KV cache, work items (`unit`) that a warp holds, tokens.
-HELD_HERE = [("FP8", 1, 2), ("INT8", 1, 2), (None, 1, 2), ("FP8", 2, 2)]
-HELD_ON_A_GPU_MACHINE = [("FP8", 1, 1), ("INT8", 1, 1), (None, 1, 1), ("FP8", 2, 1)]
+HELD_HERE = [("INT8", 1, 2), ("FP8", 2, 2)]
+HELD_ON_A_GPU_MACHINE = [
+    *(("FP8", 1, 2), (None, 1, 2)),
+    *(("FP8", 1, 1), ("INT8", 1, 1), (None, 1, 1), ("FP8", 2, 1)),
+]
 
 
 def require_no_spills(model: str, kv_algo: str | None, qformat: str, tokens: int) -> None:
