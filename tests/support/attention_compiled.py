@@ -60,6 +60,12 @@ CHUNKS_ON_A_GPU_MACHINE = [(heads, kv) for heads in _CHUNK_HEADS[1:] for kv in _
 BY_WARP = (batch.batch_specs, verification.verification_specs)
 
 
+def copies_to_shared_places(code: str) -> bool:
+    """Whether machine code has a copy with an L2 policy whose target is in part a register of the
+    whole warp: NVRTC 13.0 names registers there that nothing has written."""
+    return re.search(r"LDGSTS\S* \[R\d+\+UR\d+[^;]*desc\[UR\d*[13579]\]", code) is not None
+
+
 def of_chains(world: World) -> list[KernelSpec]:
     """All kernels but those for trees (paged_attention/test_trees.py, test_verification.py)."""
     specs = kernel.kernels(world.call([(0, 0, 1)]), world.limits())

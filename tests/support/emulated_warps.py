@@ -71,6 +71,10 @@ _PTX = {
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": "emu::copy({0}, {1}, {2})",
     "cp.async.cg.shared.global.L2::256B": "emu::copy({0}, {1}, {2})",
     "cp.async.cg.shared.global [%0], [%1], 16;": "emu::copy({0}, {1})",
+    "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;": "emu::copy({0}, {1}, {2})",
+    "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;": "emu::copy({0}, {1})",
+    "st.global.cg.L2::cache_hint.f32": "*{0} = {1}",
+    "discard.global.L2": "std::memset((void*){0}, 0xFF, 128)",  # to NaN
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0]": (
         "emu::copy_bulk({0}, {1}, {2}, {3})"
     ),

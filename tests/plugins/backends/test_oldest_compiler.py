@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.attention import FP8
+from support.attention_compiled import copies_to_shared_places
 from support.fp8_attention import Fp8World
+from support.kernel import disassemble
 
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_kernels import kernel_specs
@@ -20,7 +22,7 @@ from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from scripts.bench.plan_support import plan_shape, planned
 from scripts.models.planted_shapes import SHAPES
 
-OF_TREES = " of trees"
+OF_TREES, TOGETHER = " of trees", " together"
 # Bytes a thread, where tests of the kernel say why.
 SPILLS = {
     "ops/paged_attention/long/long.cu": 64,
@@ -46,7 +48,7 @@ def oldest(monkeypatch):
 
 def one_of_each_source() -> dict[str, KernelSpec]:
     """The last of a source is the one with most to do: two tokens, many heads, and then trees, by
-    "source of trees"."""
+    "source of trees", and of batch.cu what waits for each other."""
     found = {}
     for name, qformat in (("1b", "fp8"), ("8b", "w4a8_mxfp4_fp8")):
         for spec in kernel_specs(*planned(name, "FP8", qformat)):
@@ -62,6 +64,8 @@ def one_of_each_source() -> dict[str, KernelSpec]:
     for spec in kernel_specs(*plan_shape(SHAPES["70b"], request, "FP8", "fp8")):
         if spec.constants.get("TREE"):
             found[f"{spec.source}{OF_TREES}"] = spec
+        elif spec.constants.get("TOGETHER"):
+            found[f"{spec.source}{TOGETHER}"] = spec
         elif not spec.is_triton:
             found.setdefault(spec.source, spec)  # what ranks alone have
     offers = rank_offers.spec(2, 64128, 128256, has_sums=True)  # of draft heads
@@ -73,9 +77,11 @@ def one_of_each_source() -> dict[str, KernelSpec]:
 def test_every_cuda_source_compiles_with_the_oldest_compiler_without_spills(oldest):
     assert nvrtc.version() == "13.0"
     specs = one_of_each_source()
-    sources = {name.removesuffix(OF_TREES) for name in specs}
+    sources = {name.removesuffix(OF_TREES).removesuffix(TOGETHER) for name in specs}
     assert sources == {str(path.relative_to(PLUGINS)) for path in PLUGINS.rglob("*.cu")}
     for name, spec in specs.items():
         # Trees of 24 rows: paged_attention/test_trees.py.
         most = 256 if name.endswith(OF_TREES) else SPILLS.get(name, 0)
-        assert compile_kernel(spec).local_bytes <= most, spec.name
+        binary = compile_kernel(spec)
+        assert binary.local_bytes <= most, spec.name
+        assert not copies_to_shared_places(disassemble(binary)), spec.name

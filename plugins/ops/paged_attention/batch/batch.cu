@@ -12,6 +12,8 @@
 // to right; if all warps run at once (TOGETHER), some wait for all others, and each of these merges a share of the
 // dimensions (merge.cuh).
 //
+// Keys and values are read once and leave L2 first, so that work items are merged before they are written to memory.
+//
 // Tiles that hold no key of this step are copied before the kernel that writes those has ended: a kernel that writes the
 // cache lets others start only after its own wait (WRITES_CACHE in epilogue.cuh), so all before it has ended by then.
 //
@@ -80,11 +82,13 @@ extern "C" __global__ void __launch_bounds__(32, WARPS)
   copier.start(begin, page);
   int copied = 2 * begin;  // keys and values of tiles
   int slot_in = 0, slot_out = 0;
+  u32 place_in = ring + Copier::own_place();
   const auto copy_next = [&] {
-    if (copied < 2 * end) copier.copy(ring + slot_in * TILE_BYTES, copied / 2, copied % 2);
+    if (copied < 2 * end) copier.copy(place_in, copied / 2, copied % 2);
     commit_copies();
-    ++copied;
-    slot_in = slot_in + 1 == SLOTS ? 0 : slot_in + 1;
+    ++copied, ++slot_in;
+    place_in += TILE_BYTES;
+    if (slot_in == SLOTS) slot_in = 0, place_in -= SLOTS * TILE_BYTES;
   };
   const auto arrive = [&] {  // waits for the oldest slot; the slot used before it is free
     wait_for_copies<SLOTS - 2>();
@@ -189,22 +193,19 @@ extern "C" __global__ void __launch_bounds__(32, WARPS)
       arrive_at(counter);
       if (int(blockIdx.x) >= mergers) return;  // the next kernel's tiles take its place
       wait_for_parts(counter, num_parts);
-      merge_lines(entries, entry_floats, count, blockIdx.x, each, num_rows, head, start, out,
-                  value_scale, quanta, ring);
+      if (each == 1) {
+        merge_lines<1>(entries, entry_floats, count, blockIdx.x, each, num_rows, head, start, out,
+                       value_scale, quanta, ring);
+      } else {
+        merge_lines<4>(entries, entry_floats, count, blockIdx.x, each, num_rows, head, start, out,
+                       value_scale, quanta, ring);
+      }
       leave_parts(counter, num_parts, mergers);
       return;
     }
     if (arrive_at(counters + group) != num_parts - 1) return;
     if (lane == 0) counters[group] = 0;
-    merged.load(entries);
-    unit.load(entries + entry_floats);  // there is room for it even if it is not used
-#pragma unroll 1
-    for (int i = 1; i < count; ++i) {
-      State next;
-      next.load(entries + min(i + 1, count - 1) * entry_floats);
-      merged.append(unit);
-      unit = next;
-    }
+    merge_alone(merged, entries, count, ring);
   }
 #pragma unroll
   for (int n = 0; n < COLUMN_BLOCKS; ++n) {

@@ -1,9 +1,9 @@
-// How the warps that share a long context in batch.cu merge its work items together: some wait for all others; each
-// of these takes lines of the states, one sum a lane, and goes through all stored entries from left to right. Used
-// where all warps of the launch run at once.
+// How work items of a context that several warps of batch.cu share are merged, from left to right.
 //
-// What an entry and all before it are multiplied by depends on their largest logits alone, so all lanes find these
-// factors first, eight entries at a time, while the sums are on their way.
+// Where all warps of the launch run at once, some wait for all others; each of these takes lines of the states, one sum
+// a lane, and goes through all stored entries. What an entry and all before it are multiplied by depends on their
+// largest logits alone, so all lanes find these factors first, eight entries at a time, while the sums are on their way.
+// Elsewhere the warp that comes last merges whole states, with as many on their way as its ring has room for.
 #pragma once
 
 #include "ops/paged_attention/batch/state.cuh"
@@ -14,10 +14,7 @@ constexpr int SUM_LINES = COLUMN_BLOCKS * STEPS * 4;  // of 32 floats
 constexpr int HALF_LINES = STEPS * 2;  // of a block's sums, those of one `largest`
 // Of an entry in the ring: a line of sums; `largest` and `total` of four columns; factors of four columns.
 constexpr int SUM_BYTES = 128, TOP_BYTES = 32, FACTOR_BYTES = 4 * 16;
-// Entries in the ring at once. Columns' factors lie 16 bytes apart on the banks.
-constexpr int FETCHED = (SLOTS * TILE_BYTES - 64) / (SUM_BYTES + TOP_BYTES + FACTOR_BYTES) / 8 * 8;
-constexpr int COLUMN_BYTES = FETCHED * 16 + 16;
-static_assert(FETCHED >= 32, "room for work items");
+constexpr int FEW_ENTRIES = 2048;  // of all contexts: 9 MB of eight columns
 
 // The number of warps of a context that arrived before; what they stored may be read.
 DEVICE int arrive_at(int* counter) {
@@ -56,6 +53,15 @@ DEVICE void leave_parts(int* counter, int parts, int mergers) {
   if (left == parts + mergers - 1) *counter = 0;
 }
 
+// Whether work items leave L2 as they are merged, where this context has so many entries. Few of them stay there until
+// they are written again, and the instructions take time.
+DEVICE bool are_dropped(int count) { return count * int(gridDim.y * gridDim.z) > FEW_ENTRIES; }
+
+// A line that nobody reads any more is not written to memory.
+DEVICE void drop_line(const float* line) {
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+}
+
 DEVICE float load_shared_float(u32 address) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
@@ -81,13 +87,23 @@ struct Factors {
   }
 };
 
-// One line of the sums of all entries, as StateOf::append merges them.
-struct MergedLine {
-  float total, sum;
+// Up to MOST lines of the sums of all entries, as StateOf::append merges them.
+template <int MOST>
+struct MergedLines {
+  // Entries in the ring at once. Columns' factors lie 16 bytes apart on the banks.
+  static constexpr int FETCHED =
+      (SLOTS * TILE_BYTES - 64) / (MOST * SUM_BYTES + TOP_BYTES + FACTOR_BYTES) / 8 * 8;
+  static constexpr int COLUMN_BYTES = FETCHED * 16 + 16;
+  static_assert(FETCHED >= 32, "room for work items");
+  float total, sum[MOST];
   u32 sums, tops, factors;  // in the ring
+  bool drops;
 
-  DEVICE explicit MergedLine(u32 ring)
-      : sums(ring), tops(ring + FETCHED * SUM_BYTES), factors(tops + FETCHED * TOP_BYTES) {}
+  DEVICE MergedLines(u32 ring, bool drops_)
+      : sums(ring),
+        tops(ring + MOST * FETCHED * SUM_BYTES),
+        factors(tops + FETCHED * TOP_BYTES),
+        drops(drops_) {}
 
   // Of a line's four columns: a lane copies the `largest` or the `total` of every 16th entry.
   DEVICE void copy_tops(const float* block, int stride, int count, int column) const {
@@ -101,7 +117,7 @@ struct MergedLine {
     }
     commit_copies();
   }
-  DEVICE void copy_sums(const float* block, int stride, int count, int i) const {
+  DEVICE void copy_sums(const float* block, int stride, int count, int i, u32 sums) const {
     const int lane = lane_id();
     const float* from = block + lane / 8 * stride + i * 32 + lane % 8 * 4;
     u32 to = sums + lane * 16;
@@ -142,59 +158,135 @@ struct MergedLine {
     return top;
   }
 
-  // Line i of block n of columns of `count` entries, `stride` floats apart. The ring is free. is_known: factors of the
-  // column are there.
-  DEVICE void gather(const float* entries, int stride, int count, int n, int i, bool is_known) {
-    total = 0.0f, sum = 0.0f;
+  // Lines i, i + 2, ... of block n of columns of `count` entries, `stride` floats apart. The ring is free. is_known:
+  // factors of the columns are there.
+  DEVICE void gather(const float* entries, int stride, int count, int n, int i, int lines, bool is_known) {
+    total = 0.0f;
+#pragma unroll
+    for (int l = 0; l < MOST; ++l) sum[l] = 0.0f;
     float largest = minus_infinity();
     const float* block = entries + n * (STATE_LINES * 32);
 #pragma unroll 1
     for (int from = 0; from < count; from += FETCHED, block += FETCHED * stride) {
       const int fetched = min(FETCHED, count - from);
       if (!is_known) copy_tops(block, stride, fetched, i % 2);
-      copy_sums(block, stride, fetched, i);
+      if (MOST == 1) {
+        copy_sums(block, stride, fetched, i, sums);
+      } else {
+#pragma unroll 1
+        for (int l = 0; l < lines; ++l) {
+          copy_sums(block, stride, fetched, i + 2 * l, sums + l * (FETCHED * SUM_BYTES));
+        }
+      }
       if (!is_known) {
-        wait_for_copies<1>();
+        if (MOST == 1) wait_for_copies<1>();
+        if (MOST > 1) wait_for_copies<0>();
         __syncwarp();
         largest = find_factors(fetched, largest);
       }
       wait_for_copies<0>();
       __syncwarp();
+      if (drops) drop(block, stride, fetched, i, lines);
       u32 at = sums + lane_id() * 4, its = factors + lane_id() % 4 * COLUMN_BYTES;
 #pragma unroll 8
       for (int nth = 0; nth < fetched; ++nth) {
         Factors by;
         by.load(its + nth * 16);
         total = __fmaf_rn(total, by.left, by.total);
-        sum = __fmaf_rn(sum, by.left, __fmul_rn(load_shared_float(at + nth * SUM_BYTES), by.right));
+#pragma unroll
+        for (int l = 0; l < MOST; ++l) {
+          const float x = load_shared_float(at + l * (FETCHED * SUM_BYTES) + nth * SUM_BYTES);
+          sum[l] = __fmaf_rn(sum[l], by.left, __fmul_rn(x, by.right));
+        }
       }
       __syncwarp();
     }
   }
+  DEVICE void drop(const float* block, int stride, int count, int i, int lines) const {
+#pragma unroll 1
+    for (int l = 0; l < lines; ++l) {
+#pragma unroll 1
+      for (int nth = lane_id(); nth < count; nth += 32) drop_line(block + nth * stride + (i + 2 * l) * 32);
+    }
+  }
 };
+
+constexpr int ENTRY_BYTES = State::FLOATS * 128, AT_ONCE = SLOTS * TILE_BYTES / ENTRY_BYTES;
+static_assert(AT_ONCE > 1, "entries in the ring");
+
+// The states of all entries, merged by one warp; its ring is free.
+DEVICE void merge_alone(State& merged, const float* entries, int count, u32 ring) {
+  const int lane = lane_id();
+  const bool drops = are_dropped(count);
+  const auto bring = [&](int nth, int slot) {  // a lane has every 32nd 16 bytes
+    if (nth < count) {
+      const float* from = entries + nth * (ENTRY_BYTES / 4) + lane * 4;
+      const u32 to = ring + slot * ENTRY_BYTES + lane * 16;
+#pragma unroll
+      for (int at = 0; at < ENTRY_BYTES; at += 512) {
+        if (ENTRY_BYTES - at >= 512 || lane * 16 < ENTRY_BYTES - at) copy_chunk(to + at, from + at / 4);
+      }
+    }
+    commit_copies();
+  };
+#pragma unroll 1
+  for (int i = 0; i < AT_ONCE - 1; ++i) bring(i, i);
+  int slot = 0, before = AT_ONCE - 1;  // the slot of an entry, and of the one before it
+  merged.clear();
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    wait_for_copies<AT_ONCE - 2>();
+    __syncwarp();
+    bring(i + AT_ONCE - 1, before);
+    const u32 at = ring + slot * ENTRY_BYTES + lane * 4;
+    State its;
+    its.each([&](float& x, int line) { x = load_shared_float(at + line * 128); });
+    if (drops) {
+      for (int line = lane; line < State::FLOATS; line += 32) {
+        drop_line(entries + i * (ENTRY_BYTES / 4) + line * 32);
+      }
+    }
+    if (i == 0) {
+      merged = its;
+    } else {
+      merged.append(its);
+    }
+    before = slot;
+    slot = slot + 1 == AT_ONCE ? 0 : slot + 1;
+  }
+}
 
 // Lines that a warp merges where `parts` share them.
 DEVICE int lines_of_merger(int parts) { return (SUM_LINES + parts - 1) / parts; }
 
 // The lines of one of those that merge. Lines of the same columns follow each other; rows of `out` start with the
 // request's first token.
+template <int MOST>
 DEVICE void merge_lines(const float* entries, int stride, int count, int merger, int each,
                         int num_rows, int head, long long first_token, OUT_TYPE::Storage* out,
                         float value_scale, float quanta, u32 ring) {
   int known = -1;
-  MergedLine merged(ring);
+  MergedLines<MOST> merged(ring, are_dropped(count));
   const int end = min((merger + 1) * each, SUM_LINES);
+  int lines = 1;
 #pragma unroll 1
-  for (int line = merger * each; line < end; ++line) {
+  for (int line = merger * each; line < end; line += lines) {
     const int columns = line / HALF_LINES, n = columns / 2, i = line % HALF_LINES * 2 + columns % 2;
-    merged.gather(entries, stride, count, n, i, columns == known);
-    if (count <= FETCHED) known = columns;
+    lines = min(min(MOST, end - line), (columns + 1) * HALF_LINES - line);
+    merged.gather(entries, stride, count, n, i, lines, columns == known);
+    if (count <= MergedLines<MOST>::FETCHED) known = columns;
     const int row = 8 * n + lane_id() % 4 * 2 + i % 2;
-    if (row >= num_rows) continue;
-    const u32 pair = finish_pair(merged.sum, 0.0f, __fdiv_rn(value_scale, merged.total), quanta);
-    const long long token = first_token + row / GROUP;
-    OUT_TYPE::Storage* to = out + (token * HEADS + head) * (GROUP * SIZE) + row % GROUP * SIZE;
-    to[value_dimension(i / 4, i % 4 / 2)] =
-        OUT_TYPE::Storage(pair & ((1u << (8 * OUT_TYPE::bytes)) - 1));
+    if (row < num_rows) {
+      const float factor = __fdiv_rn(value_scale, merged.total);
+      const long long token = first_token + row / GROUP;
+      OUT_TYPE::Storage* to = out + (token * HEADS + head) * (GROUP * SIZE) + row % GROUP * SIZE;
+#pragma unroll
+      for (int l = 0; l < MOST; ++l) {
+        if (l >= lines) continue;
+        const u32 pair = finish_pair(merged.sum[l], 0.0f, factor, quanta);
+        const int its = i + 2 * l;
+        to[value_dimension(its / 4, its % 4 / 2)] = OUT_TYPE::Storage(pair & ((1u << (8 * OUT_TYPE::bytes)) - 1));
+      }
+    }
   }
 }

@@ -56,14 +56,13 @@ struct StateOf {  // N blocks of 16 dimensions, C of 8 columns
       use(total[n], first + N * 4 + 2);
     }
   }
+  // L2 keeps it until it is merged.
   DEVICE void store(float* to) {
     float* own = to + lane_id();
-    each([&](float& x, int i) { __stcg(own + i * 32, x); });
-  }
-  DEVICE void load(const float* from) {
     each([&](float& x, int i) {
-      const float* its = from + i * 32 + lane_id();
-      asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(its));
+      asm volatile("st.global.cg.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(own + i * 32), "f"(x),
+                   "l"(EVICT_LAST)
+                   : "memory");
     });
   }
 };

@@ -28,6 +28,9 @@ DEVICE int place(int key, int chunk) {
   return key * LINE + ((chunk ^ (key % 8)) << 4);
 }
 
+// What createpolicy gives for all lines (CUTLASS has the same numbers, CacheHintSm90). Computed in a program they cost time.
+constexpr u64 EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;
+
 // L2 is not told to fetch the neighbouring line as well: where requests are many, that takes 4 to 6 % of the time.
 DEVICE void copy_chunk(u32 target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
@@ -35,6 +38,18 @@ DEVICE void copy_chunk(u32 target, const void* source) {
 DEVICE void copy_or_clear_chunk(u32 target, const void* source, bool is_real) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(is_real ? 16 : 0)
+               : "memory");
+}
+// The same for what is read once, which leaves L2 first. A lane has its target in a register of its own: where a part of it
+// is the warp's, NVRTC 13.0 makes an illegal instruction (test_oldest_compiler.py).
+DEVICE void stream_chunk(u32 target, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "l"(EVICT_FIRST)
+               : "memory");
+}
+DEVICE void stream_or_clear_chunk(u32 target, const void* source, bool is_real) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source),
+               "r"(is_real ? 16 : 0), "l"(EVICT_FIRST)
                : "memory");
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -64,25 +79,25 @@ struct Copier {
     at += lane_id();
     return at < num_entries ? load_int(table + at) : 0;
   }
-  // Tiles are copied in order.
-  DEVICE void copy(u32 slot, int tile, bool is_values) {
+  static DEVICE int own_place() { return place(lane_id() / CHUNKS, lane_id() % CHUNKS); }  // in a slot
+  // Tiles are copied in order. `to`: the lane's place in a slot.
+  DEVICE void copy(u32 to, int tile, bool is_values) {
     const int at = tile / TILES_PER_PAGE * TILE_PAGES;
     if (at >= first + 32) {
       first += 32;
       now = next, next = entry(first + 32);
     }
     if (limit - tile * KEYS >= KEYS) {
-      copy_pages<true>(slot, at, tile, is_values);
+      copy_pages<true>(to, at, tile, is_values);
     } else {
-      copy_pages<false>(slot, at, tile, is_values);
+      copy_pages<false>(to, at, tile, is_values);
     }
   }
   // IS_WHOLE: all keys of the tile exist; where they do not, zeros are stored.
   template <bool IS_WHOLE>
-  DEVICE void copy_pages(u32 slot, int at, int tile, bool is_values) const {
+  DEVICE void copy_pages(u32 own, int at, int tile, bool is_values) const {
     const int inside = TILES_PER_PAGE > 1 ? tile % TILES_PER_PAGE * (KEYS * SIZE) : 0;
     const int key = lane_id() / CHUNKS, left = limit - tile * KEYS - key;
-    slot += place(key, lane_id() % CHUNKS);
 #pragma unroll
     for (int page = 0; page < TILE_PAGES; ++page) {
       const long long number = __shfl_sync(~0u, now, at - first + page);
@@ -90,11 +105,11 @@ struct Copier {
 #pragma unroll
       for (int i = 0; i < SPAN / KEY_STEP; ++i) {
         const int its = page * SPAN + i * KEY_STEP;
-        const u32 to = (slot ^ ((LINE == 64 ? its / 2 : its) % 8 << 4)) + its * LINE;
+        const u32 to = (own ^ ((LINE == 64 ? its / 2 : its) % 8 << 4)) + its * LINE;
         if (IS_WHOLE) {
-          copy_chunk(to, from + i * (KEY_STEP * SIZE));
+          stream_chunk(to, from + i * (KEY_STEP * SIZE));
         } else {
-          copy_or_clear_chunk(to, from + i * (KEY_STEP * SIZE), its < left);
+          stream_or_clear_chunk(to, from + i * (KEY_STEP * SIZE), its < left);
         }
       }
     }

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 from support.attention import FP8, INT8, NOT_BY_WARP, World
-from support.attention_compiled import BY_WARP, PAGES_HERE, check_pages, largest, of_pages
+from support.attention_compiled import (
+    BY_WARP,
+    PAGES_HERE,
+    check_pages,
+    copies_to_shared_places,
+    largest,
+    of_pages,
+)
 from support.attention_models import OF_SIZE, world_of
 from support.kernel import compile_all
 
@@ -45,6 +52,7 @@ def test_it_compiles_to_tensor_core_instructions_without_spills(size, kv):
     for spec, binary, code in compile_all(specs if kv == "fp8" else largest(specs)):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         assert "HMMA.16816.F32" in code and "LDGSTS" in code and "LDSM" in code, spec.name
+        assert not copies_to_shared_places(code), spec.name
         assert 4 * (binary.shared_bytes + 1024) <= 228 * 1024, "four warps to a multiprocessor"
 
 

@@ -1,5 +1,6 @@
-"""batch.cu where warps share a context and merge it together, thread by thread on a CPU: the bits
-of one warp that attends to all of it, and numbers that are near those of the reference."""
+"""batch.cu where warps share a context, which they merge together or the last of them alone, thread
+by thread on a CPU: the bits of one warp that attends to all of it, and numbers that are near those
+of the reference."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ WORLDS = [
 ]
 
 
-def launch_of(call: OpCall, env: LaunchEnv, requests: int, most: int, splits: int) -> Launch:
-    """Contexts in so many parts at most; 1: undivided, by warps that do not wait."""
+def launch_of(
+    call: OpCall, env: LaunchEnv, requests: int, most: int, splits: int, *, together: bool
+) -> Launch:
+    """Contexts in so many parts at most. together: of warps that wait for each other."""
     with (
         mock.patch.object(batch, "_part_tiles", lambda *_: BOUND // batch.KEYS // splits),
-        mock.patch.object(batch, "is_long", lambda *_: splits > 1),
+        mock.patch.object(batch, "is_long", lambda *_: together),
     ):
         launch = batch.batch_launch(
             *(call, env, requests, most, BOUND),
@@ -44,20 +47,22 @@ def launch_of(call: OpCall, env: LaunchEnv, requests: int, most: int, splits: in
 
 
 @pytest.mark.parametrize(("sizes", "tokens", "lengths", "shares"), WORLDS, ids=str)
-def test_contexts_merged_by_several_warps_have_the_bits_of_one(sizes, tokens, lengths, shares):
+def test_contexts_that_several_warps_share_have_the_bits_of_one(sizes, tokens, lengths, shares):
     world = World(
         **sizes, kv_dtype=FP8, lengths=lengths, spread=2.0, max_batch_size=4, max_seq_len=BOUND
     )
     parts: list[Part] = [(r, length - tokens, tokens) for r, length in enumerate(lengths)]
     found = []
-    for seed, splits in enumerate((1, *shares)):
+    ways = [(1, False), *((splits, True) for splits in shares), (shares[-1], False)]
+    for seed, (splits, together) in enumerate(ways):
+        at_once = splits if together else 1
 
-        def execute(launches: Sequence[Launch], seed: int = seed, splits: int = splits) -> None:
-            emulated_warps.run(launches, seed, is_late=seed % 2 == 0, together=splits)
+        def execute(launches: Sequence[Launch], seed: int = seed, at_once: int = at_once) -> None:
+            emulated_warps.run(launches, seed, is_late=seed % 2 == 0, together=at_once)
 
         call, env = world.call(parts, 2), world.env(world.step(parts), 1)
-        launch = launch_of(call, env, len(parts) + 1, tokens, splits)
-        assert launch.spec.constants["TOGETHER"] == (splits > 1)
+        launch = launch_of(call, env, len(parts) + 1, tokens, splits, together=together)
+        assert launch.spec.constants["TOGETHER"] == together
         found.append(torch.cat(run_one(launch, call, env, parts, execute)))
-        assert same_bits(found[-1], found[0]), splits
+        assert same_bits(found[-1], found[0]), (splits, together)
     assert is_near_reference(world, parts, found[0])
