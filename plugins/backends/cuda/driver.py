@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Argument: TypeAlias = "torch.Tensor | TensorMap | int | float"
 
 _OUT_OF_MEMORY, _NO_DEVICE = 2, 100
-_MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
+_MAX_DYNAMIC_SHARED, _SHARED_PERCENT, _NON_PORTABLE_CLUSTER = 8, 9, 14  # CUfunction_attribute
 _PORTABLE_CLUSTER = 8  # thread blocks; larger clusters must be requested
 _EVENT_DISABLE_TIMING = 2
 _ENABLE_PEER_ACCESS = 1  # CUipcMem_flags
@@ -81,6 +81,9 @@ class CudaDriver:
         self._call("cuModuleGetFunction", byref(function), module, kernel.entry.encode())
         if kernel.shared_bytes > 48 * 1024:  # what a kernel may use without a request
             self._set(function, _MAX_DYNAMIC_SHARED, kernel.shared_bytes, kernel.name)
+        # A small kernel alone on a multiprocessor would give it little shared memory until it ends;
+        # blocks of the next product, which fill their rings meanwhile, could not start there.
+        self._set(function, _SHARED_PERCENT, 100, kernel.name)
         if kernel.cluster > _PORTABLE_CLUSTER:
             self._set(function, _NON_PORTABLE_CLUSTER, 1, kernel.name)
         return LoadedKernel(kernel, function)

@@ -215,7 +215,7 @@ DEVICE void copy_tokens(const Shared& shared, const Walk& walk, const Leaf& leaf
 // the memory has nothing to do. Until the first tokens come they load parts of the last row tiles, whose blocks begin
 // later, so that L2 has them; nobody reads the copies. (`cp.async.bulk.prefetch.L2` of as many bytes does less.) The parts
 // lie among what comes from memory, which is read meanwhile.
-constexpr int PART_CHUNKS = 2, PART_EVERY = 12, MOST_PARTS = 60;  // pending bytes are less than 1 MiB
+constexpr int PART_CHUNKS = 2, PART_EVERY = 6, MOST_PARTS = 60;  // pending bytes are less than 1 MiB
 struct LoadAhead {
   static DEVICE void copy(const Shared& shared, const u8* from, u32 bytes) {  // L2 keeps it like any other line
     barrier_expect_more(shared.unread_full, bytes);

@@ -173,11 +173,11 @@ def test_a_launch_is_few_objects_for_garbage_collections_to_walk(library):
     assert len(gc.get_objects()) - before <= 16 * len(launches)
 
 
-def test_kernels_with_much_shared_memory_or_large_clusters_ask_for_it(library):
+def test_kernels_prefer_shared_memory_and_ask_for_much_and_for_large_clusters(library):
     kernel = CompiledKernel("big", "f", b"", 128, 100 << 10, (), 16, 0, 16, 0)
     CudaDriver().load(kernel)
     asked = [c[1:] for name, c in library.calls if name == "cuFuncSetAttribute"]
-    assert [(a.value, b.value) for a, b in asked] == [(8, 100 << 10), (14, 1)]
+    assert [(a.value, b.value) for a, b in asked] == [(8, 100 << 10), (9, 100), (14, 1)]
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,13 @@
 // With more than eight work items per block, the second tile of a work item is also copied at once if the work
 // item SPARE further has none and its slot is free.
 //
+// With EARLY, the next kernel may start before anything is copied: its first blocks then load what others need, too.
+//
 // With TREE, requests may have trees of tokens: trees.cuh.
 //
 // Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
 // for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two, at least 8), ROWS (8 | 16 | 24), UNITS,
-// TREE, SPARE_WARPS, SPLITS, SHARED_BYTES, UNIT (tiles of the first work items), K_SCALE, V_SCALE, STATIC.
+// TREE, EARLY, SPARE_WARPS, SPLITS, SHARED_BYTES, UNIT (tiles of the first work items), K_SCALE, V_SCALE, STATIC.
 // Grid: SPLITS, KV heads * blocks of rows, requests.
 
 #include "ops/paged_attention/verification/trees.cuh"
@@ -40,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
   const StepTrees trees = {};
 #endif
+  if (EARLY) launch_dependents();
   extern __shared__ __align__(1024) u8 memory[];
   const Shared shared(memory);
   if (threadIdx.x == 0) {
@@ -94,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gathered.value_scale = V_SCALE ? *v_scale : 1.0f;
     gathered.quanta = STATIC ? __fdiv_rn(1.0f, *out_scale) : 1.0f;
   }
-  launch_dependents();
+  if (!EARLY) launch_dependents();
   wait_for_dependencies();
   int num_rows;
   while (true) {

@@ -30,6 +30,7 @@ MAX_CONTEXT = 4096  # tokens: a warp processes its tiles one by one
 # Dimensions of all heads from which on more than two thread blocks to a context are faster, and the
 # most blocks: two to a multiprocessor are slower than half as many with more units each.
 _WIDE, _MOST_OF_SPLIT = 5120, 96
+_EARLY_ROWS = 16  # of blocks of wide heads that let the next kernel start before their own copies
 # Trees. The time of a wave of thread blocks by their rows: microseconds for up to 16 tiles, and for
 # each that follows; measured on an H100 (docs/performance/trees.md).
 _WAVE_US = {8: (9.3, 0.16), 16: (10.3, 0.26), 24: (11.6, 0.38)}
@@ -213,13 +214,17 @@ def count_groups(variant: Variant, call: OpCall, num_requests: int, max_tokens: 
 def _variants(call: OpCall, limits: StepLimits) -> list[Variant]:
     """Those for the call's heads and cache, in the order of preference, that are the best for any
     step within the limits."""
-    is_wide = int(call.attributes["num_heads"]) * int(call.attributes["head_size"]) >= _WIDE
+    is_wide = _is_wide(call)
     found: list[Variant] = []
     for variant in VARIANTS:
         has_splits = is_wide or variant.splits == 2
         if has_splits and fits(variant, call, limits) and _is_best(variant, found, call, limits):
             found.append(variant)
     return found
+
+
+def _is_wide(call: OpCall) -> bool:
+    return int(call.attributes["num_heads"]) * int(call.attributes["head_size"]) >= _WIDE
 
 
 def _is_best(variant: Variant, before: list[Variant], call: OpCall, limits: StepLimits) -> bool:
@@ -266,6 +271,7 @@ def verification_spec(call: OpCall, limits: StepLimits, variant: Variant) -> Ker
         "UNITS": variant.units,
         "ROWS": variant.rows,
         "TREE": variant.has_trees,
+        "EARLY": _is_wide(call) and variant.rows == _EARLY_ROWS and not variant.has_trees,
         "SPARE_WARPS": variant.spare_warps,
         "WINDOW_TILES": WINDOW_TILES,
         "SHARED_BYTES": shared_bytes,
