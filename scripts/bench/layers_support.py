@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, StepShape
 from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.fused.decoder_layers.chain import find_layers
 from llmctl.plugins.fused.decoder_layers.kernel import find_chains
-from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE, Pace, measured_tactic
+from llmctl.plugins.fused.decoder_layers.tactics import Pace, Tactic, measured_tactics
 from llmctl.plugins.schemes.scheme import Form, packing_of
 from llmctl.plugins.schemes.table import find_form
 from llmctl.runtime.engines.engine import bind_plan, kv_cache_shape, make_calls
@@ -102,9 +104,8 @@ class Model:
         self.logits = tensors[plan.logits]
         kernels = CompiledWhenLaunched([], torch.device("cuda"), None, use_pdl=True)
         self.program = CudaProgram(self.calls, kernels, limits)
-        self.chains = find_chains(self.calls, limits, {tokens: EVERYWHERE})
-        if self.chains:
-            self.set_pace(measured_tactic(self.chains[0].layers[0], tokens).pace)
+        self.tokens, layers = tokens, find_layers(self.calls, limits)
+        self.set_tactics(measured_tactics(layers[0], tokens, is_always=True) if layers else ())
         self.block = limits.tokens_per_block
         blocks = CONTEXT // self.block
         cache = normal(
@@ -141,6 +142,10 @@ class Model:
         self.chains = [
             replace(chain, tactic=replace(chain.tactic, pace=pace)) for chain in self.chains
         ]
+
+    def set_tactics(self, tactics: Sequence[Tactic]) -> None:
+        """The binaries of the one launch from now on."""
+        self.chains = find_chains(self.calls, self.program.limits, {self.tokens: tactics})
 
     def use(self, one_launch: bool) -> None:
         """Choose how the next steps run."""

@@ -47,7 +47,7 @@ def test_a_step_without_logits_writes_the_same_cache(model, context):
 def test_a_step_of_two_launches_has_the_bits_of_the_one_for_as_many_tokens():
     """A draft's first step of a round: one token and padding, or two, or none."""
     made = Model("1b")
-    places = {1: EVERYWHERE, 2: EVERYWHERE}
+    places = {1: [EVERYWHERE], 2: [EVERYWHERE]}
     made.chains = find_chains(made.calls, made.program.limits, places)
     assert [chain.tokens for chain in made.chains if chain.is_whole] == [1, 2]
     for context in (2, 65, 1000, 1025, 1500, 3001):

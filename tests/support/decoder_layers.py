@@ -40,6 +40,6 @@ def env_of(name: str, sizes: dict[str, int] | None = None) -> LaunchEnv:
     return LaunchEnv(meta_step(limits), meta_cache(plan, limits), limits, "tokens", scratch)
 
 
-def measured(monkeypatch, ms: dict, pace: dict) -> None:
-    table = {"ms": ms, "pace": pace}
+def measured(monkeypatch, ms: dict, pace: dict, own_binary: dict | None = None) -> None:
+    table = {"ms": ms, "pace": pace, "own_binary": own_binary or {}}
     monkeypatch.setattr("llmctl.plugins.fused.decoder_layers.tactics._table", lambda: table)

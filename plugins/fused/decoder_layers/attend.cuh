@@ -14,7 +14,9 @@ constexpr int MERGE_PARTS = 32 / MERGE_LANES;
 // Whether lanes compute what their work items are multiplied with side by side, before they add in turn. With two lanes
 // and 8-bit weights that is not faster.
 constexpr bool IS_SIDE_BY_SIDE = MXFP4 || MERGE_PARTS > 2;
-constexpr int AT_ONCE = IS_SIDE_BY_SIDE ? 8 : 16;  // work items of a lane
+// Work items of a lane: all of a head at once, if up to 12 do, for what is left over would be asked for behind them.
+constexpr int ALL_AT_ONCE = (MAX_UNITS + MERGE_PARTS - 1) / MERGE_PARTS;
+constexpr int AT_ONCE = !IS_SIDE_BY_SIDE ? 16 : ALL_AT_ONCE > 8 && ALL_AT_ONCE <= 12 ? ALL_AT_ONCE : 8;
 
 // The work items merged so far.
 struct Merged {
@@ -174,23 +176,26 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
   Work work;
   if constexpr (MXFP4) {
     work = {};
-    if (first_task() < tasks) work = Work(s, layer->cache, slots, first_task());
+    if (first_place() < tasks) work = Work(s, layer->cache, slots, task_at(first_place(), tasks), true);
     meanwhile();
   }
 #pragma unroll 1
-  for (int task = first_task(); task < HEADS * MAX_UNITS; task += TEAMS * NUM_BLOCKS) {
-    if (task < tasks) {
-      if (!MXFP4 || task != first_task()) work = Work(s, layer->cache, slots, task);
-      take_unit(s, x, arrivals, work, scale, shared, IS_FETCHED && task == first_task(), nth_layer % 2);
+  for (int place = first_place(); place < MOST_TASKS; place += TEAMS * NUM_BLOCKS) {
+    const int task = task_at(place, tasks);
+    const bool is_first = IS_ONE_EACH || place == first_place();
+    if (place < tasks) {
+      if (!MXFP4 || !is_first) work = Work(s, layer->cache, slots, task, is_first);
+      take_unit(s, x, arrivals, work, scale, shared, IS_FETCHED && is_first, nth_layer % 2);
       __syncwarp();
       if (lane_id() == 0) Arrivals::add(heads + 32 * work.head);
       StatePlace(x.now + x.other, work.head, work.unit).clear();
-      if (task + TEAMS * NUM_BLOCKS < tasks) team_meet();  // the next work item's tiles are written there
+      if (!IS_ONE_EACH && place + TEAMS * NUM_BLOCKS < tasks) team_meet();  // the next work item's tiles are written there
     } else if (nth_layer == 0) {  // an earlier request may have had more work items
       StatePlace(x.now + x.other, task % HEADS, task / HEADS).clear();
     }
+    if (IS_ONE_EACH) break;
   }
-  if (warp == (TAKES_TWO ? merging_warp(tasks) : MERGER)) {
+  if (warp == (TAKES_TWO && !LENDS ? merging_warp(tasks) : MERGER)) {
     const int head = blockIdx.x % HEADS, slice = blockIdx.x / HEADS;
     if (slice < SLICES) {
       const float value_scale = layer->v_scale ? __ldg(layer->v_scale) : 1.0f;

@@ -29,13 +29,25 @@ static_assert(BLOCKS == TEAM && STEPS % TEAM == 0, "a warp has 16 keys, and a pa
 constexpr int TILES_BYTES = TEAMS * SLOTS * SLOT_BYTES;
 static_assert(TILES_BYTES + (IS_FETCHED ? TEAMS * TEAM_LANDING : 0) <= ROOM, "tiles of each team, and what is fetched");
 static_assert(SLOTS == 1 || SLOTS == 2, "a tile, and the next");
+// What contexts that the binary is for have at most: tiles of a work item, work items of all heads.
+constexpr int MOST_TILES = unit_start(MAX_UNITS) - unit_start(MAX_UNITS - 1), MOST_TASKS = HEADS * MAX_UNITS;
+// No team has two work items. Where work items may have four tiles the loop stays: without it, 8-bit weights spill.
+constexpr bool IS_ONE_EACH = MOST_TILES <= 2 && MOST_TASKS <= TEAMS * NUM_BLOCKS;
+// With one slot for each team, a work item's second tile has that of the block's second team: work items are given out
+// from the last one on, which is the longest, and second teams have theirs from the last block on. So no block has one
+// of two tiles and another one.
+constexpr int LONG_TASKS = HEADS * (MAX_UNITS - 16);  // of two tiles
+constexpr bool LENDS = SLOTS == 1 && LINE <= 128 && TOKENS == 1 && MOST_TILES == 2 && IS_ONE_EACH &&
+                       MOST_TASKS + LONG_TASKS <= TEAMS * NUM_BLOCKS;
 // A work item's second tile has a slot of its own, or waits in registers for the first one's slot if there
 // are enough registers (otherwise it is prefetched to L2). Then its page numbers are read once per step, not
 // once per layer.
-constexpr bool KEEPS = SLOTS == 1 && LINE <= 128 && TOKENS == 1 && !MXFP4 && HELD == 0;
-constexpr bool READS_AHEAD = SLOTS == 2 || KEEPS;
-// A work item's first two tiles are processed side by side where both have a slot and there are enough registers.
-constexpr bool TAKES_TWO = SLOTS == 2 && SIZE == 64 && !MXFP4 && (TOKENS == 1 || HELD < 2);
+constexpr bool KEEPS = SLOTS == 1 && LINE <= 128 && TOKENS == 1 && !MXFP4 && HELD == 0 && MOST_TILES > 1 && !LENDS;
+constexpr bool READS_AHEAD = MOST_TILES > 1 && (SLOTS == 2 || KEEPS || LENDS);
+// A work item's first two tiles are processed side by side where both have a slot and there are enough registers. With
+// 4-bit weights the code would be too long.
+constexpr bool TAKES_TWO = MOST_TILES > 1 && !MXFP4 &&
+                           (LENDS || (SLOTS == 2 && SIZE == 64 && (TOKENS == 1 || HELD < 2)));
 
 DEVICE void store_shared16(u32 to, const uint4& x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
@@ -45,8 +57,12 @@ DEVICE int warp_of_team() { return threadIdx.x / 32 % TEAM; }
 DEVICE void team_meet() {
   asm volatile("bar.sync %0, %1;" ::"r"(int(2 + threadIdx.x / (32 * TEAM))), "n"(32 * TEAM) : "memory");
 }
-// The first work item of the block's teams, counted over all heads.
-DEVICE int first_task() { return threadIdx.x / (32 * TEAM) * NUM_BLOCKS + blockIdx.x; }
+// The place of a team's first work item, counted over all heads, and the work item of a place.
+DEVICE int first_place(int team) {
+  return team * NUM_BLOCKS + (LENDS && team > 0 ? NUM_BLOCKS - 1 - int(blockIdx.x) : int(blockIdx.x));
+}
+DEVICE int first_place() { return first_place(threadIdx.x / (32 * TEAM)); }
+DEVICE int task_at(int place, int tasks) { return LENDS && place < tasks ? tasks - 1 - place : place; }
 
 // Where the warp's keys of a tile are stored.
 struct Pages {
@@ -107,7 +123,7 @@ struct Step {
       all_see = min(all_see, seen[c]);
     }
     all_see = __reduce_min_sync(~0u, all_see);
-    const int first = unit_start(first_task() / HEADS);
+    const int first = unit_start(task_at(first_place(), units * HEADS) / HEADS);
     pages.load(block_tables, first, limit);
     if (READS_AHEAD) ahead.load(block_tables, first + 1, limit);
   }

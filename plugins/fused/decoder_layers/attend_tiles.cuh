@@ -4,7 +4,7 @@
 #include "fused/decoder_layers/attend_unit.cuh"
 
 namespace attention {
-static_assert(!TAKES_TWO || (SLOTS == 2 && READS_AHEAD), "two tiles have a slot and page numbers each");
+static_assert(!TAKES_TWO || ((SLOTS == 2 || LENDS) && READS_AHEAD), "two tiles have a slot and page numbers each");
 static_assert(BLOCKS * 16 * LINE == TILE_BYTES && 16 * LINE >= 32 * 16, "a warp's logits take the place of its keys");
 
 // The warps' logits are stored where their keys were, for all warps of the team.
@@ -146,7 +146,7 @@ DEVICE void take_tiles(const Step& s, const Fresh& fresh, const Queries& queries
 // is_fetched: queries, keys and values of the step's own tokens were copied, when the barrier has passed `parity`.
 DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals, Work& work,
                       float scale, const Shared& shared, bool is_fetched, u32 parity) {
-  const bool has_second = work.tile + 1 < work.end;
+  const bool has_second = MOST_TILES > 1 && work.tile + 1 < work.end;
   Kept kept;
   if (KEEPS && has_second) kept.load(work);
   OwnState state;
@@ -161,7 +161,15 @@ DEVICE void take_unit(const Step& s, const Exchange& x, const Arrivals& arrivals
     team_meet();
   }
   fresh.take(s, work, queries);
-  if constexpr (TAKES_TWO) {
+  if constexpr (MOST_TILES == 1) {
+    take_tiles<false>(s, fresh, queries, work, state, work.tile, scale);
+  } else if constexpr (LENDS && TAKES_TWO) {
+    if (has_second) take_tiles<true>(s, fresh, queries, work, state, work.tile, scale);
+    else take_tiles<false>(s, fresh, queries, work, state, work.tile, scale);
+  } else if constexpr (LENDS) {
+#pragma unroll 1
+    for (int tile = work.tile; tile < work.end; ++tile) take_tiles<false>(s, fresh, queries, work, state, tile, scale);
+  } else if constexpr (TAKES_TWO) {
     int tile = work.tile;
     if (has_second) {
       prefetch_two(work.pages, work.ahead, work.cache, work.head, tile + 2, work.end);

@@ -20,7 +20,7 @@ DEVICE void copy_or_clear_wide(u32 target, const void* source, bool is_real) {
 DEVICE void prefetch_two(const Pages& pages, const Pages& ahead, const Cached* cache, int head, int tile, int end) {
   constexpr int LINES = Pages::KEYS_OF_WARP * LINE / 128;  // of a tile's keys or values
   static_assert(LINES * 128 == Pages::KEYS_OF_WARP * LINE, "whole lines");
-  if (Pages::COUNT > 1 || tile >= end) return;
+  if (Pages::COUNT > 1 || MOST_TILES <= 2 || tile >= end) return;
 #pragma unroll
   for (int i = lane_id(); i < 4 * LINES; i += 32) {
     const int t = i / (2 * LINES);
@@ -40,11 +40,11 @@ struct Work {
   Pages pages, ahead;  // of the tile to copy next, and of the one after it
 
   Work() = default;
-  DEVICE Work(const Step& s, const Cached* cache_, u32 slots_, int task) {
+  DEVICE Work(const Step& s, const Cached* cache_, u32 slots_, int task, bool is_first) {
     cache = cache_, table = s.block_tables, limit = s.limit;
     slots = slots_, head = task % HEADS, unit = task / HEADS;
     tile = unit_start(unit), end = min(unit_start(unit + 1), s.tiles);
-    if (task == first_task()) {
+    if (IS_ONE_EACH || is_first) {
       pages = s.pages, ahead = s.ahead;
     } else {
       pages.load(table, tile, limit);
@@ -53,14 +53,14 @@ struct Work {
     copy(tile);
     if (!KEEPS) prefetch_next(tile + 1);
   }
-  DEVICE u32 slot(int its) const { return slots + u32(its - tile) % SLOTS * SLOT_BYTES; }
-  // The warp's keys of a tile, and their values; with TAKES_TWO those of the next tile, too.
+  DEVICE u32 slot(int its) const { return slots + u32(its - tile) % (LENDS ? 2 : SLOTS) * SLOT_BYTES; }
+  // The warp's keys of a tile, and their values; with TAKES_TWO or LENDS those of the next tile, too.
   DEVICE void copy(int its) {
     const int lane = lane_id(), first = warp_of_team() * Pages::KEYS_OF_WARP + lane / CHUNKS;
 #pragma unroll
     for (int kv = 0; kv < 2; ++kv) {
 #pragma unroll
-      for (int t = 0; t < (TAKES_TWO ? 2 : 1); ++t) {
+      for (int t = 0; t < (TAKES_TWO || LENDS ? 2 : 1); ++t) {
         if (t > 0 && its + t >= end) continue;
 #pragma unroll
         for (int i = 0; i < Pages::KEYS_OF_WARP; i += KEY_STEP) {
@@ -75,6 +75,7 @@ struct Work {
     move_on(its);
   }
   DEVICE void move_on(int its) {
+    if (MOST_TILES == 1 || LENDS) return;
     if (TAKES_TWO) {
       if (its + 2 >= end) return;
       pages.load(table, its + 2, limit), ahead.load(table, its + 3, limit);
@@ -88,7 +89,7 @@ struct Work {
   DEVICE void prefetch_next(int its) const {
     constexpr int LINES = LINE > 128 ? LINE / 128 : 1;  // lines of a key
     // With two slots the copy itself is one tile ahead; pages smaller than a warp's keys are rare.
-    if (SLOTS > 1 || Pages::COUNT > 1 || its >= end) return;
+    if (SLOTS > 1 || LENDS || MOST_TILES == 1 || Pages::COUNT > 1 || its >= end) return;
 #pragma unroll
     for (int line = 0; line < LINES; ++line) {
       prefetch((u64)pages.key(cache, head, its, lane_id() / 2, lane_id() % 2) + line * 128);

@@ -62,19 +62,19 @@ DEVICE void fetch_all(const Shared& shared, u8* exchanged, int* counters, int nu
         expected += QkvSize::SHARERS;
         // The place of queries is free: what the previous layer's attention had there was taken before the output
         // projection, behind which there was room.
-        int task = blockIdx.x;
-        if (task < tasks) look(expected - EARLY);
+        int place = attention::first_place(0);
+        if (place < tasks) look(expected - EARLY);
         u32 to = shared.tokens + attention::TILES_BYTES, barrier = shared.came_queries;
 #pragma unroll 1
-        for (; task < tasks && barrier < shared.came_queries + 8 * attention::TEAMS; barrier += 8) {
-          const int head = task % NUM_KV_HEADS;
+        for (; place < tasks && barrier < shared.came_queries + 8 * attention::TEAMS; barrier += 8) {
+          const int head = attention::task_at(place, tasks) % NUM_KV_HEADS;
           const u8 *queries = x.now + Q_AT + head * QUERY_ROWS_BYTES, *keys = x.now + KV_AT + head * KEY_BYTES;
           const u32 keys_to = to + QUERY_ROWS_BYTES;
           barrier_expect(barrier, TEAM_LANDING);
           fetch(to, queries, QUERY_ROWS_BYTES, barrier);
           fetch(keys_to, keys, KEY_BYTES, barrier);
           fetch(keys_to + KEY_BYTES, keys + NUM_KV_HEADS * KEY_BYTES, KEY_BYTES, barrier);  // values
-          to += TEAM_LANDING, task += NUM_BLOCKS;
+          to += TEAM_LANDING, place = attention::LENDS ? attention::first_place(1) : place + NUM_BLOCKS;
         }
         expected += NUM_KV_HEADS * attention::SLICES + OSize::SHARERS;
       } else {

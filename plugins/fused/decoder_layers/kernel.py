@@ -28,13 +28,12 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.fused.decoder_layers.chain import Layer, find_layers, layer_fields, read_layers
 from llmctl.plugins.fused.decoder_layers.tactics import (
-    MAX_CONTEXT,
+    EVERYWHERE,
     NAME,
-    NOWHERE,
     Tactic,
-    measured_tactic,
+    measured_tactics,
     shape_key,
-    stored_tactics,
+    stored_tactic,
 )
 from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, MOST_UNIT, count_units
 from llmctl.plugins.schemes.table import form_macros
@@ -53,6 +52,7 @@ _LINE = 32  # ints from one counter to the next
 _TYPES = {"bfloat16": "BF16", "float16": "FP16", "float8_e4m3fn": "E4M3", "int8": "INT8"}
 
 TOKENS = (1, 2)  # of a step; a draft's first step of a round may have two
+ByTokens = Mapping[int, Sequence[Tactic]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +90,16 @@ class Room:
 
 
 def find_chains(
-    calls: Sequence[OpCall], limits: StepLimits, stored: Mapping[int, Tactic] | None = None
+    calls: Sequence[OpCall], limits: StepLimits, given: ByTokens | None = None
 ) -> list[Chain]:
     """The chains that are faster than separate launches in some steps, for each number of tokens,
-    ascending, first the chain that includes the last layer. stored: tactics by
-    tokens as stored in an engine (None: the measured ones)."""
+    ascending, first those that include the last layer. given: tactics (None: those measured)."""
     layers, found = find_layers(calls, limits), []
+    tactics = given or {n: measured_tactics(layers[0], n) for n in TOKENS if layers}
     for tokens, whole in product(TOKENS, (True, False)):
-        tactic = None if stored is None else stored.get(tokens, NOWHERE)
-        chain = find_chain(layers, limits, most_tokens=tokens, tactic=tactic, whole=whole)
-        found += [] if chain is None else [chain]
+        for tactic in tactics.get(tokens, ()):
+            chain = find_chain(layers, limits, most_tokens=tokens, tactic=tactic, whole=whole)
+            found += [] if chain is None else [chain]
     return found
 
 
@@ -113,8 +113,9 @@ def open_chains(
 
 def _open_chain(calls: Sequence[OpCall], limits: StepLimits, fused: FusedCalls) -> Chain:
     layers = read_layers(calls, fused.start, fused.stop, limits)
-    for tokens, tactic in stored_tactics([fused.kernel]).items():
-        room = _room(layers[0], limits, tokens) if layers else None
+    if layers and (stored := stored_tactic(fused.kernel)):
+        tokens, tactic = stored
+        room = _room(layers[0], limits, tokens)
         if room is not None:
             chain = Chain(fused.start, fused.stop, tuple(layers), tokens, room, tactic)
             if tokens in TOKENS and chain_spec(chain, limits).name == fused.kernel:
@@ -131,17 +132,15 @@ def find_chain(
     limits: StepLimits,
     *,
     most_tokens: int = 1,
-    tactic: Tactic | None = None,
+    tactic: Tactic = EVERYWHERE,
     whole: bool = False,
 ) -> Chain | None:
     """A run of layers in steps of up to `most_tokens` tokens; None where layers.cu does not cover
-    two of them, or where one launch is nowhere faster. `tactic`: as an engine has stored it (None:
-    as it was measured). `whole`: with a last layer of which rows are gathered, for steps of which
-    one token gets logits; None where there is none."""
+    two of them, or where one launch is nowhere faster. `whole`: with a last layer of which rows are
+    gathered, for steps of which one token gets logits; None where there is none."""
     found = [layer for layer in layers if whole or not layer.gathers]
     if len(found) < 2 or (whole and not found[-1].gathers):
         return None
-    tactic = tactic or measured_tactic(found[0], most_tokens)
     room = _room(found[0], limits, most_tokens)
     if room is None or not any(gain for _, gain in tactic.gains):
         return None
@@ -154,7 +153,7 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
     shares = layer.shares(limits.num_sms)
     words = [NAME, shape_key(layer)]
     words += [short_name(layer.dtype), f"kv_{short_name(limits.kv_dtype)}"]
-    words += [f"page{limits.tokens_per_block}", f"u{_max_units(limits)}"]
+    words += [f"page{limits.tokens_per_block}", f"u{_max_units(limits, tactic)}"]
     words += [f"n{chain.tokens}", f"s{room.stages}t{room.slots}g{limits.num_sms}"]
     words += tactic.words()
     return KernelSpec(
@@ -187,9 +186,9 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
             "HELD": tactic.pace.held,
             "ROOM": room.work,
             "SLOTS": room.slots,
-            "MAX_UNITS": _max_units(limits),
+            "MAX_UNITS": _max_units(limits, tactic),
             "MOST_UNIT": MOST_UNIT,
-            "EXCHANGE_BYTES": exchange_bytes(layer, limits, chain.tokens),
+            "EXCHANGE_BYTES": exchange_bytes(chain, limits),
         },
         entry="layers",
         num_warps=_WARPS + 4 * (tactic.pace.held > 0),
@@ -216,7 +215,7 @@ def chain_launches(
     round may have one token and padding, as only the device knows: then one of two computes it."""
     ahead = [c for c in chains if c.tokens < chain.tokens and c.is_whole and chain.is_whole]
     ahead = [c for c in ahead if c.tactic.gains_at(shape.max_kv_len)]
-    return [chain_launch(c, env, shape, bool(ahead)) for c in (*ahead, chain)]
+    return [chain_launch(c, env, shape, bool(ahead)) for c in (*ahead[:1], chain)]
 
 
 def chain_launch(
@@ -225,8 +224,8 @@ def chain_launch(
     """All layers for the first tokens of one request; is_one_of_two: if they are chain.tokens."""
     first, last, limits, step = chain.layers[0], chain.layers[-1], env.limits, env.step
     words = [field for each in chain.layers for field in layer_fields(each, env.kv_cache)]
-    num_bytes = exchange_bytes(first, limits, chain.tokens)
-    own = f"{NAME}.n{chain.tokens}"  # memory that one binary keeps between its launches
+    num_bytes, units = exchange_bytes(chain, limits), _max_units(limits, chain.tactic)
+    own = f"{NAME}.n{chain.tokens}.u{units}"  # memory that one binary keeps between its launches
     return Launch(
         chain_spec(chain, limits),
         (limits.num_sms, 1, 1),
@@ -256,17 +255,18 @@ def chain_launch(
     )
 
 
-def exchange_bytes(layer: Layer, limits: StepLimits, tokens: int) -> int:
+def exchange_bytes(chain: Chain, limits: StepLimits) -> int:
     """Global memory of exchange.cuh: two buffers."""
+    layer = chain.layers[0]
     itemsize: int = getattr(torch, limits.kv_dtype).itemsize
     cached = 2 * layer.num_kv_heads * layer.head_size * itemsize
     row = 3 * layer.attended + cached + 4 * layer.hidden + layer.intermediate
-    parts = layer.num_kv_heads * _max_units(limits) * _COLUMNS * (8 + 4 * layer.head_size)
-    return 2 * (tokens * row + parts)
+    states = layer.num_kv_heads * _max_units(limits, chain.tactic) * _COLUMNS
+    return 2 * (chain.tokens * row + states * (8 + 4 * layer.head_size))
 
 
-def _max_units(limits: StepLimits) -> int:
-    return count_units(-(-min(MAX_CONTEXT, limits.max_seq_len) // KEYS) * KEYS)
+def _max_units(limits: StepLimits, tactic: Tactic) -> int:
+    return count_units(-(-min(tactic.reach, limits.max_seq_len) // KEYS) * KEYS)
 
 
 def _room(layer: Layer, limits: StepLimits, tokens: int) -> Room | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -35,14 +35,19 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tactic:
-    """What was measured for a shape."""
+    """What was measured for a shape, of one binary."""
 
-    gains: Gains
+    gains: Gains  # false also where another binary is faster
     pace: Pace
 
     def gains_at(self, context: int) -> bool:
         """Whether one launch is faster in steps padded to so many tokens of context."""
         return next((gain for most, gain in self.gains if context <= most), False)
+
+    @property
+    def reach(self) -> int:
+        """The longest context that the binary may see: attention has code for no longer ones."""
+        return min(MAX_CONTEXT, max((most for most, _ in self.gains), default=MAX_CONTEXT))
 
     def words(self) -> list[str]:
         """The end of a binary's name: context lengths up to which one launch is faster ("+") or not
@@ -62,32 +67,43 @@ def shape_key(layer: Layer, tokens: int = 1) -> str:
     return key + f".{layer.weights.name}" * layer.weights.is_coded + f".n{tokens}" * (tokens > 1)
 
 
-def measured_tactic(layer: Layer, tokens: int) -> Tactic:
-    """From tactics.json; a shape that is not in it never uses one launch."""
+def measured_tactics(layer: Layer, tokens: int, is_always: bool = False) -> tuple[Tactic, ...]:
+    """From tactics.json, one for each binary; a shape that is not in it never uses one launch.
+    is_always: with the same binaries, but in all steps that they compute, faster or not."""
     key, table = shape_key(layer, tokens), _table()
     times = sorted((int(most), each) for most, each in table["ms"].get(key, {}).items())
-    gains = tuple((most, each["one_launch"] < each["launches"]) for most, each in times)
-    return Tactic(gains, Pace(*table["pace"].get(key, USUAL)))
+    gains = tuple(
+        (most, is_always or each["one_launch"] < each["launches"]) for most, each in times
+    )
+    pace = Pace(*table["pace"].get(key, USUAL))
+    if is_always and not gains:
+        gains = EVERYWHERE.gains
+    return divided(gains, pace, table["own_binary"].get(key, ()))
 
 
-def stored_tactics(kernels: Iterable[str]) -> dict[int, Tactic]:
-    """The tactics in the names of an engine's binaries, by tokens; CorruptEngine if a name is that
-    of another version of llmctl."""
-    stored: dict[int, Tactic] = {}
-    for name in kernels:
-        if not name.startswith(f"{NAME}."):
-            continue
-        found = re.search(r"\.n(\d+)\..*\.p(\d+)_(\d+)_(\d+)_(\d+)_(\d+)\.([\d+-]+)$", name)
-        if found is None:
-            raise CorruptEngine(
-                f"another version of llmctl built the kernel {name!r}", fix="build the engine again"
-            )
-        tokens, *pace = map(int, found.groups()[:6])
-        gains = re.findall(r"(\d+)([+-])", found[7])
-        stored[tokens] = Tactic(
-            tuple((int(most), sign == "+") for most, sign in gains), Pace(*pace)
+def divided(gains: Gains, pace: Pace, own: Sequence[int]) -> tuple[Tactic, ...]:
+    """First the binary for all contexts but those up to each of `own` that are longer than the next
+    shorter ones in `gains`: these have one each, which is compiled for contexts up to there."""
+    others = tuple((most, gain and most not in own) for most, gain in gains)
+    apart = [
+        tuple((most, gain and most == last) for most, gain in gains if most <= last) for last in own
+    ]
+    return tuple(Tactic(each, pace) for each in (others, *apart))
+
+
+def stored_tactic(name: str) -> tuple[int, Tactic] | None:
+    """The tokens and the tactic in the name of an engine's binary, None if it is not one of these;
+    CorruptEngine if the name is that of another version of llmctl."""
+    if not name.startswith(f"{NAME}."):
+        return None
+    found = re.search(r"\.n(\d+)\..*\.p(\d+)_(\d+)_(\d+)_(\d+)_(\d+)\.([\d+-]+)$", name)
+    if found is None:
+        raise CorruptEngine(
+            f"another version of llmctl built the kernel {name!r}", fix="build the engine again"
         )
-    return stored
+    tokens, *pace = map(int, found.groups()[:6])
+    gains = re.findall(r"(\d+)([+-])", found[7])
+    return tokens, Tactic(tuple((int(most), sign == "+") for most, sign in gains), Pace(*pace))
 
 
 @cache

@@ -3,7 +3,7 @@ work items have one, two and four tiles, layer after layer, and nothing written 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +20,7 @@ from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, MOST_UNIT, UNI
 SOURCE = Path(cuda_samples.__path__[0]) / "attend_layers.cu"
 LAYERS = 3
 BOUND = 4096  # tokens of a context
-GROUP, SIZE, PAGE, WIDTH = 4, 64, 32, 512  # WIDTH: of a token, here also between products
+GROUP, PAGE, WIDTH = 4, 32, 1024  # WIDTH: of a token, here also between products
 STAGE_BYTES, STAGES, APART = 32768, 4, 4096
 NAN = 0xFF  # every byte of one
 
@@ -34,9 +34,13 @@ class Form:
     blocks: int = 32  # those of 32 merge eight pairs of dimensions each, as those of 1B do
     kv_heads: int = 2
     dtype: torch.dtype = FP8
+    size: int = 64
+    bound: int = BOUND  # of contexts that the binary is for
 
 
 PAIR = Form(2, 1)  # the first two tiles side by side
+WIDE = Form(1, 0, size=128)
+LENT = replace(WIDE, bound=2048)  # side by side, too, the second in the slot of the other team
 CASES = [
     *((PAIR, context, 1, 0) for context in (65, 1025, 1100, 2300)),
     (PAIR, 1500, 2, 0),
@@ -46,6 +50,11 @@ CASES = [
     (Form(2, 2), 1500, 2, 0),  # a tile behind the other, each in its slot
     (Form(1, 0), 2300, 1, 0),  # the second tile waits in registers
     (Form(1, 2), 1500, 2, 0),  # one slot
+    *((replace(PAIR, bound=1024), context, 1, 0) for context in (65, 1024)),
+    (replace(PAIR, bound=2048), 1500, 1, 0),
+    *((WIDE, context, 1, 0) for context in (1100, 2300)),
+    *((LENT, context, 1, 0) for context in (65, 1024, 1025, 1100, 1500, 2048)),
+    (replace(LENT, blocks=17), 1500, 1, 0),  # too few blocks to lend
 ]
 
 
@@ -56,7 +65,7 @@ class Request:
         self.form, self.context, self.tokens, self.most = form, context, tokens, tokens + padding
         self.heads = form.kv_heads * GROUP
         self.worlds = [
-            World(self.heads, form.kv_heads, SIZE, (context,), kv_dtype=form.dtype, spread=2.0,
+            World(self.heads, form.kv_heads, form.size, (context,), kv_dtype=form.dtype, spread=2.0,
                   quantize_out=True, tokens_per_block=PAGE, max_seq_len=BOUND, seed=layer)
             for layer in range(LAYERS)
         ]  # fmt: skip
@@ -79,11 +88,13 @@ class Request:
 
     def take_given(self, world: World) -> torch.Tensor:
         """What QKV gives of the step's tokens, as bytes; taken out of queries and cache."""
-        queries = torch.zeros(self.most, self.heads * SIZE, dtype=world.dtype)
+        queries = torch.zeros(self.most, self.heads * self.form.size, dtype=world.dtype)
         queries[: self.tokens] = world.queries[0][-self.tokens :]
         if self.form.dtype == FP8:
             queries = queries.half()
-        cached = torch.zeros(self.most, 2, self.form.kv_heads, SIZE, dtype=self.form.dtype)
+        cached = torch.zeros(
+            self.most, 2, self.form.kv_heads, self.form.size, dtype=self.form.dtype
+        )
         for token, position in enumerate(range(self.context - self.tokens, self.context)):
             its = world.cache[0, world.tables[0, position // PAGE], :, :, position % PAGE]
             cached[token] = its
@@ -93,7 +104,7 @@ class Request:
     def spec(self, exchange_bytes: int) -> KernelSpec:
         """Of attend_layers.cu."""
         form = self.form
-        tiles = 2 * form.slots * 2 * KEYS * SIZE * form.dtype.itemsize
+        tiles = 2 * form.slots * 2 * KEYS * form.size * form.dtype.itemsize
         room = max(tiles, 16 << 10)
         shared_bytes = STAGES * STAGE_BYTES + room + 2048
         return KernelSpec(
@@ -105,10 +116,10 @@ class Request:
                 "MXFP4": 0, "MODEL_TYPE": "BF16",
                 "KV_TYPE": "E4M3" if form.dtype == FP8 else "BF16",
                 "HIDDEN": WIDTH, "INTERMEDIATE": WIDTH, "NUM_HEADS": self.heads,
-                "NUM_KV_HEADS": form.kv_heads, "HEAD_SIZE": SIZE, "TOKENS_PER_BLOCK": PAGE,
+                "NUM_KV_HEADS": form.kv_heads, "HEAD_SIZE": form.size, "TOKENS_PER_BLOCK": PAGE,
                 "O_GROUP": 16, "DOWN_GROUP": 16, "TOKENS": self.most, "NUM_BLOCKS": form.blocks,
                 "STAGES": STAGES, "EARLY_QKV": 8, "HELD": form.held, "ROOM": room,
-                "SLOTS": form.slots, "MAX_UNITS": count_units(BOUND), "UNIT": UNIT,
+                "SLOTS": form.slots, "MAX_UNITS": count_units(form.bound), "UNIT": UNIT,
                 "MOST_UNIT": MOST_UNIT, "EXCHANGE_BYTES": exchange_bytes,
                 "SHARED_BYTES": shared_bytes,
             },
@@ -120,13 +131,13 @@ class Request:
     def run(self, given: torch.Tensor, seed: int, *, is_late: bool) -> torch.Tensor:
         """[layers, tokens, heads * size], with assertions on all that is written."""
         form, env = self.form, self.worlds[0].env(self.worlds[0].step([self.part]))
-        cached = 2 * form.kv_heads * SIZE * form.dtype.itemsize
-        values = self.most * (3 * self.heads * SIZE + cached + 5 * WIDTH)
-        states = form.kv_heads * count_units(BOUND) * 8 * (8 + 4 * SIZE)
+        cached = 2 * form.kv_heads * form.size * form.dtype.itemsize
+        values = self.most * (3 * self.heads * self.form.size + cached + 5 * WIDTH)
+        states = form.kv_heads * count_units(form.bound) * 8 * (8 + 4 * form.size)
         room = torch.zeros(2 * APART + 2 * (values + states), dtype=torch.uint8)
         room[:APART] = room[-APART:] = 0xCC
         exchanged = room[APART:-APART]
-        attended = torch.zeros(LAYERS, self.most, self.heads * SIZE, dtype=torch.uint8)
+        attended = torch.zeros(LAYERS, self.most, self.heads * self.form.size, dtype=torch.uint8)
         counters = torch.zeros(32 * (2 + form.kv_heads), dtype=torch.int32)
         touched = torch.full((form.blocks,), -1, dtype=torch.int32)
         layers = torch.zeros(LAYERS, 23, dtype=torch.int64)  # `Layer` of chain.cuh

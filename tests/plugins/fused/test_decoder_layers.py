@@ -22,7 +22,7 @@ from llmctl.plugins.fused.decoder_layers.kernel import (
     find_chains,
     serves,
 )
-from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE, Pace, stored_tactics
+from llmctl.plugins.fused.decoder_layers.tactics import EVERYWHERE, Pace, stored_tactic
 from scripts.bench.plan_support import planned
 from scripts.models.planted_shapes import SHAPES
 
@@ -94,7 +94,7 @@ def test_a_launch_gives_what_the_kernel_takes():
     assert isinstance(table, PointerTable) and len(table.tensors) == FIELDS * len(found.layers)
     for kind, value in zip(kinds, launch.arguments, strict=True):
         assert isinstance(value, torch.Tensor | PointerTable) == kind.startswith("*"), kind
-    assert sizes["decoder_layers.n1.exchange"] == exchange_bytes(found.layers[0], env.limits, 1)
+    assert sizes["decoder_layers.n1.u32.exchange"] == exchange_bytes(found, env.limits)
 
 
 def test_memory_for_the_exchange_is_planned(monkeypatch):
@@ -125,5 +125,5 @@ def test_a_kernel_that_another_version_named_is_refused():
     shape = "decoder_layers.h2048.i8192.a32.8x64.bf16.kv_fp8e4nv.page32.u32"
     for older in ("n1s6f5t2g132.4096+", "n1.s6t2g132.p3_3_5_8.4096+"):
         with pytest.raises(CorruptEngine, match="another version of llmctl") as failure:
-            stored_tactics([f"{shape}.{older}"])
+            stored_tactic(f"{shape}.{older}")
         assert failure.value.fix == "build the engine again"
