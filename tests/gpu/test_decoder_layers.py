@@ -99,7 +99,7 @@ def test_a_graph_outlives_the_launches_it_was_captured_from(model):
 
 def test_counters_are_back_at_zero(model):
     model.run(*model.step(700, 1), one_launch=True)
-    counters = model.program._kernels._scratch["decoder_layers.n1.counters"].view(-1, 32)
+    counters = model.program._kernels._scratch["decoder_layers.n1.u32.counters"].view(-1, 32)
     assert not counters[1:].any() and not counters[0, 0]
 
 
