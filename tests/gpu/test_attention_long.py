@@ -101,6 +101,18 @@ def test_thread_blocks_that_share_a_context_or_have_it_alone(world: World) -> No
     compare(world, many)
 
 
+@pytest.mark.parametrize("world", SHARED, indirect=True, ids=str)
+def test_equal_ranges_of_all_tiles(world: World) -> None:
+    """Of contexts that nobody shares, of three lengths and a short one, with padding."""
+    parts: list[Part] = [(i % 3, LENGTHS[i % 3] - 11 - 100 * i, 11) for i in range(9)]
+    parts.append((1, 190, 11))
+    wanted = [context(world, *part) for part in parts]
+    for ranges in (1, 5, 37, 100, 264):
+        found = attend_long(world, parts, execute, 1, rows=64, bound=LENGTHS[0], ranges=ranges)
+        for part, rows, own in zip(parts, found, wanted, strict=True):
+            assert same_bits(rows, own), (ranges, part)
+
+
 def test_verifications_and_chunks_of_a_long_context(world: World) -> None:
     for end in (LENGTHS[0], 16 * MOST_UNIT * KEYS + 5):
         for tokens in (5, 11, 17, 700, 2048):

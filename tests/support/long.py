@@ -34,10 +34,11 @@ def attend_long(
     rows: int = BLOCK_ROWS[-1],
     has_trees: bool = False,
     bound: int = BOUND,
+    ranges: int = 1,
 ) -> list[torch.Tensor]:
     """The rows of the parts where a thread block has `rows` of them (of long_batch.cu, if long.cu
     has no such binary) and so many share a context (0: as many as a step chooses), with two tokens
-    and one request of padding."""
+    and one request of padding. ranges: of all tiles, where nobody shares one."""
     step, call = world.step(parts), world.call(parts, 2)
     env = replace(world.env(step, 1), use_pdl=True)
     counts = {"num_tokens": step.num_tokens + 2, "num_requests": step.num_requests + 1}
@@ -68,6 +69,11 @@ def attend_long(
             spec = long.long_spec(call, env.limits, variant, has_trees=has_trees, alone=alone)
         at = spec.arguments.index("i32") + 3
         arguments = [*launch.arguments[:at], entries, *launch.arguments[at + 1 :]]
-        grid = (splits, *launch.grid[1:])
+        grid = (splits, launch.grid[1], launch.grid[2])
+        if kernel is long:
+            rows_of_head = -(-max(count for *_, count in parts) // launch.arguments[at - 2])
+            heads = int(call.attributes["num_kv_heads"])
+            grid = (splits, heads * rows_of_head, counts["num_requests"])
+            grid = (ranges, 1, 1) if alone else grid
         launch = replace(launch, spec=spec, grid=grid, arguments=tuple(arguments))
     return run_one(launch, call, env, parts, execute)

@@ -22,7 +22,7 @@ from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from scripts.bench.plan_support import plan_shape, planned
 from scripts.models.planted_shapes import SHAPES
 
-OF_TREES, TOGETHER = " of trees", " together"
+OF_TREES, TOGETHER, ALONE = " of trees", " together", " alone"
 # Bytes a thread, where tests of the kernel say why.
 SPILLS = {
     "ops/paged_attention/long/long.cu": 64,
@@ -48,7 +48,7 @@ def oldest(monkeypatch):
 
 def one_of_each_source() -> dict[str, KernelSpec]:
     """The last of a source is the one with most to do: two tokens, many heads, and then trees, by
-    "source of trees", and of batch.cu what waits for each other."""
+    "source of trees", of batch.cu what waits for each other, and of long.cu what shares nothing."""
     found = {}
     for name, qformat in (("1b", "fp8"), ("8b", "w4a8_mxfp4_fp8")):
         for spec in kernel_specs(*planned(name, "FP8", qformat)):
@@ -66,6 +66,8 @@ def one_of_each_source() -> dict[str, KernelSpec]:
             found[f"{spec.source}{OF_TREES}"] = spec
         elif spec.constants.get("TOGETHER"):
             found[f"{spec.source}{TOGETHER}"] = spec
+        elif spec.constants.get("ALONE"):
+            found[f"{spec.source}{ALONE}"] = spec
         elif not spec.is_triton:
             found.setdefault(spec.source, spec)  # what ranks alone have
     offers = rank_offers.spec(2, 64128, 128256, has_sums=True)  # of draft heads
@@ -77,7 +79,7 @@ def one_of_each_source() -> dict[str, KernelSpec]:
 def test_every_cuda_source_compiles_with_the_oldest_compiler_without_spills(oldest):
     assert nvrtc.version() == "13.0"
     specs = one_of_each_source()
-    sources = {name.removesuffix(OF_TREES).removesuffix(TOGETHER) for name in specs}
+    sources = {name.split(" ")[0] for name in specs}
     assert sources == {str(path.relative_to(PLUGINS)) for path in PLUGINS.rglob("*.cu")}
     for name, spec in specs.items():
         # Trees of 24 rows: paged_attention/test_trees.py.

@@ -28,9 +28,6 @@ DEVICE int place(int key, int chunk) {
   return key * LINE + ((chunk ^ (key % 8)) << 4);
 }
 
-// What createpolicy gives for all lines (CUTLASS has the same numbers, CacheHintSm90). Computed in a program they cost time.
-constexpr u64 EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;
-
 // L2 is not told to fetch the neighbouring line as well: where requests are many, that takes 4 to 6 % of the time.
 DEVICE void copy_chunk(u32 target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
@@ -40,13 +37,7 @@ DEVICE void copy_or_clear_chunk(u32 target, const void* source, bool is_real) {
                "r"(is_real ? 16 : 0)
                : "memory");
 }
-// The same for what is read once, which leaves L2 first. A lane has its target in a register of its own: where a part of it
-// is the warp's, NVRTC 13.0 makes an illegal instruction (test_oldest_compiler.py).
-DEVICE void stream_chunk(u32 target, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-               "l"(EVICT_FIRST)
-               : "memory");
-}
+// The same for what is read once (stream_chunk).
 DEVICE void stream_or_clear_chunk(u32 target, const void* source, bool is_real) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source),
                "r"(is_real ? 16 : 0), "l"(EVICT_FIRST)

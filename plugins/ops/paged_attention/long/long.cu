@@ -5,19 +5,22 @@
 // bring tiles (tiles.cuh), a warpgroup computes 64 rows (units.cuh). The thread block with a
 // context's beginning merges its work items as they come; if others share the context, they store theirs, and when all
 // have arrived, they merge all of it together (merge.cuh), which is why all run at once: one to a
-// multiprocessor, or two with 64 rows. A context that is not shared needs no meeting; binaries for steps that share
-// none have registers for some of the queries.
+// multiprocessor, or two with 64 rows. Binaries for steps that share no context divide all tiles of the step into equal
+// ranges (ranges.cuh), need no meeting, and have registers for some of the queries.
 //
 // Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads for each),
 // SIZE (of a head, 128), TOKENS_PER_BLOCK (a power of two), WARPGROUPS (1 or 2), STAGES (tiles as operands), BYTE_SLOTS
 // (as the cache has them), ALONE (no context is shared), TREE (whether requests may have trees: tail.cuh), TAIL_TILES
 // (of a context that take as long as the keys from a tree's root's tile on), WINDOW_TILES, SHARED_BYTES, UNIT,
 // MOST_UNIT, K_SCALE, V_SCALE, STATIC.
-// Grid: splits, KV heads * blocks of rows, requests. Counters are zero before and after.
+// Grid: splits, KV heads * blocks of rows, requests; or ranges, of `num_requests`. Counters are zero before and after.
 
 #include "ops/paged_attention/long/merge.cuh"
 #if TREE
 #include "ops/paged_attention/long/tail.cuh"
+#endif
+#if ALONE
+#include "ops/paged_attention/long/ranges.cuh"
 #endif
 
 // Registers of a thread that brings and of one that computes: 256 are two times 128, 504 three times 168.
@@ -34,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
                 const float* out_scale, OUT_TYPE::Storage* out, const KV_TYPE::Storage* cache,
                 const int* position_ids, const int* cu_q, const int* kv_lens,
                 const int* block_tables, float* partial, int* counters, float softmax_scale,
-                int table_stride, int block_tokens, int max_tokens, int max_entries
+                int table_stride, int block_tokens, int max_tokens, int max_entries, int num_requests
 #if TREE
                 , int num_pages, int num_tokens, const int* tree_start, const int* tree_root,
                 const int* paths, int path_stride
@@ -43,15 +46,23 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   extern __shared__ __align__(1024) u8 memory[];
   launch_dependents();
   const Tiles shared = {shared_address(memory)};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(shared.full_keys(i), THREADS / 32);
-      barrier_init(shared.full_values(i), THREADS / 32);
-      barrier_init(shared.empty_keys(i), COMPUTING / 32);
-      barrier_init(shared.empty_values(i), COMPUTING / 32);
-    }
-    barrier_init_fence();
+  if (threadIdx.x == 0) shared.init_barriers();
+#if ALONE
+  const Requests requests = {cu_q, kv_lens, table_stride, block_tokens, max_tokens, num_requests};
+  volatile Range& range = *(volatile Range*)(memory + RANGE_AT);
+  if (threadIdx.x / 32 == 1) find_range(range, requests);
+  __syncthreads();
+  if (range.begin == range.end) return;
+  if (threadIdx.x < THREADS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
+    bring_range(shared, memory, requests, cache, block_tables);
+    return;
   }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 " REGISTERS_COMPUTE ";");
+  wait_for_dependencies();
+  const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
+  attend_range(shared, memory, requests, q, v_scale, out_scale, out, position_ids, partial, counters, scale);
+#else
   __syncthreads();
   const int request = blockIdx.z, head = blockIdx.y % HEADS;
   const int first_token = blockIdx.y / HEADS * block_tokens;
@@ -66,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   const int limit = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
   if (count > max_tokens || first_token >= count || limit <= 0) return;
   const int group = blockIdx.z * gridDim.y + blockIdx.y;
-  const int splits = ALONE ? 1 : gridDim.x, nth = ALONE ? 0 : blockIdx.x;
+  const int splits = gridDim.x, nth = blockIdx.x;
   const int all_tiles = (limit + KEYS - 1) / KEYS;
 #if TREE
   const int tiles = min(columns::TreePaths::first_tile(numbers), all_tiles);
@@ -79,13 +90,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   share.divide(tiles, MORE, nth, splits);
   if (threadIdx.x < THREADS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
-    Loader loader;
-    loader.cache = cache, loader.tables = block_tables;
-    loader.aim(head, request * table_stride);
     const int own_tiles = max(min(numbers.limit - count, limit), 0) / KEYS;
-    Pages pages;
-    pages.table = block_tables + (long long)request * table_stride, pages.count = pages_of(limit);
-    bring_tiles(shared, loader, pages, share, limit, TREE ? tiles : own_tiles);
+    Bringer bringer(shared);
+    bringer.aim(cache, head, block_tables + (long long)request * table_stride, limit);
+    bringer.bring(share, limit, TREE ? tiles : own_tiles);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 " REGISTERS_COMPUTE ";");
@@ -107,42 +115,37 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   {
     const int warpgroup = WARPGROUPS > 1 && __any_sync(~0u, threadIdx.x >= 2 * THREADS);  // as the compiler sees
     int full_tiles = tiles, last_key[2] = {0, 0};
-    if (!TREE) {
-      full_tiles = min(load_int(position_ids + part.token) + 1, limit) / KEYS;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = min(row_of(r), part.rows - 1);
-        last_key[r] = min(load_int(position_ids + part.token + row / GROUP), limit - 1);
-      }
-    }
+    if (!TREE) full_tiles = part.load_positions(position_ids, limit, last_key);
     stage_queries(shared.queries(warpgroup), q, part);
     meet_computing();
     const Queries queries(shared.queries(warpgroup));
     State unit;
+    u32 parity = 0;
+    all.clear();
 #if TREE
     const Tail tail(memory, numbers);
     const bool has_tail = nth == splits - 1;
     // The root's work item, if it begins before the root's tile.
     const int root_unit = tail.paths.root_unit();
     const int held = has_tail && unit_start(root_unit) < tiles ? root_unit : -1;
-    const bool is_held = attend_share(shared, share, part, queries, full_tiles, last_key, scale, held, all, unit);
+    const bool is_held =
+        attend_share(shared, share, part, queries, full_tiles, last_key, scale, held, parity, all, unit);
     if (has_tail) {
       const int* table = block_tables + (long long)request * table_stride;
       const Sources from = {q, cache, position_ids, trees, table, table_stride, num_pages, num_tokens};
       attend_tail(tail, part, is_held, all, unit, from, first_token, end, scale);
     }
 #else
-    attend_share(shared, share, part, queries, full_tiles, last_key, scale, -1, all, unit);
+    attend_share(shared, share, part, queries, full_tiles, last_key, scale, -1, parity, all, unit);
 #endif
   }
-  if (!ALONE && part.merges && splits > 1) store_entry(part, 0, all, all.weighed());
-  if (ALONE || splits == 1) {
+  if (part.merges && splits > 1) store_entry(part, 0, all, all.weighed());
+  if (splits == 1) {
     const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
     const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
     write_merged(all, part, out, value_scale, quanta);
     return;
   }
-#if !ALONE
   int* counter = counters + group * 32;  // one cache line each
   meet_shares(counter, splits);
   // Read here, because keeping them through the loop would cost registers.

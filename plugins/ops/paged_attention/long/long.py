@@ -60,10 +60,10 @@ class Variant:
         return WARPGROUP_ROWS * self.warpgroups
 
     def shared_bytes(self, size: int) -> int:
-        """Tiles as operands and as bytes, queries, barriers."""
+        """Tiles as operands and as bytes, queries, barriers, and the range of a thread block."""
         tile = 2 * KEYS * size
         operands = STAGES * 2 * tile + self.rows * size * 2
-        return operands + self.byte_slots * tile + 4 * 8 * STAGES
+        return operands + self.byte_slots * tile + 4 * 8 * STAGES + 16
 
 
 STAGES = 2  # tiles of keys, and of values, as operands
@@ -98,8 +98,9 @@ class Cut(Generic[AnyVariant]):
 def covers_long(call: OpCall, limits: StepLimits, *, has_trees: bool = False) -> bool:
     """Whether the kernel can compute this call for requests of several tokens, or for trees: then
     some whole tokens are eight columns, and there is room for the paths of a block of rows."""
-    has_groups = group_size(call) in (2, 4, 8) and limits.tokens_per_block >= 8
-    return limits.kv_dtype == FP8 and covers_chunks(call, limits) and (has_groups or not has_trees)
+    has_groups = group_size(call) in (2, 4, 8) or not has_trees
+    is_fp8 = limits.kv_dtype == FP8 and covers_chunks(call, limits)
+    return is_fp8 and limits.tokens_per_block >= 8 and has_groups
 
 
 def long_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
@@ -162,12 +163,16 @@ def long_launch(
         cut.block_tokens,
         short,
         cut.entries,
+        shape.num_requests,
         *trees,
     )
     rows = int(call.attributes["num_kv_heads"]) * cut.num_blocks
     alone = not has_trees and cut.splits == 1 and _may_be_alone(limits, cut.variant)
     spec = long_spec(call, limits, cut.variant, has_trees=has_trees, alone=alone)
-    return Launch(spec, (cut.splits, rows, shape.num_requests), arguments)
+    grid = (cut.splits, rows, shape.num_requests)
+    if alone:  # of ranges of all tiles
+        grid = (min(rows * shape.num_requests, cut.variant.blocks * limits.num_sms), 1, 1)
+    return Launch(spec, grid, arguments)
 
 
 def cut_of(
@@ -194,6 +199,8 @@ def cut_of(
         wanted = max(at_once // groups, 1)
         splits, entries = _choose_splits(tiles, wanted, room // an_entry, has_trees)
         each = -(-groups * splits // at_once) * -(-tiles // splits)  # tiles, one after another
+        if splits == 1 and not has_trees and _may_be_alone(limits, variant):
+            each = max(-(-groups * tiles // at_once), tiles)  # as ranges
         us = each * variant.tile_us if splits == 1 else each * variant.shared_tile_us + _SHARING_US
         if variant.blocks > 1 and groups * splits <= limits.num_sms:
             us *= _ALONE
@@ -259,7 +266,7 @@ def long_spec(
         name=".".join(parts),
         source="ops/paged_attention/long/long.cu",
         arguments=(
-            *(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 4),
+            *(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 5),
             *(("i32", "i32", *["*i32"] * 3, "i32") if has_trees else ()),
         ),
         constants=constants,

@@ -11,8 +11,10 @@ constexpr int PIECE_THREADS = QUARTER / 4;  // four dimensions each
 constexpr int AT_ONCE = COMPUTING / PIECE_THREADS;  // pieces
 constexpr int BATCH = 16;   // entries whose factors are computed together, one a lane
 constexpr int AHEAD = 48;   // entries on their way to a thread
+constexpr long long MANY_BYTES = 64 << 20;
 constexpr int MOST_ROWS = AT_ONCE / 4 + 1;  // of the pieces at once
 static_assert(MOST_ROWS <= COMPUTING / BATCH, "half a warp for the factors of a row");
+static_assert(QUARTER * 4 == 128, "a piece is a line");
 static_assert(AHEAD * COMPUTING * 16 <= Tiles::FACTORS_AT, "where the tiles were");
 
 // By how much a row's sums so far, and those of a work item, are multiplied; and what its total is then.
@@ -87,6 +89,8 @@ DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int
   const int pieces = 4 * part.rows, each = (pieces + num_shares - 1) / num_shares;
   const int end = min((nth + 1) * each, pieces), thread = threadIdx.x - THREADS;
   Factor* factors = (Factor*)(memory + Tiles::FACTORS_AT);
+  // Whether L2 is too small for what has been stored in this launch (fewer stay there until the next layer's).
+  const bool drops = (long long)count * part.rows * (gridDim.y * gridDim.z) * (SIZE * 4) > MANY_BYTES;
 #pragma unroll 1
   for (int first = nth * each; first < end; first += AT_ONCE) {
     const int piece = first + thread / PIECE_THREADS, row = piece / 4, first_row = first / 4;
@@ -138,6 +142,15 @@ DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int
           for (int d = 0; d < 4; ++d) {
             sums[d] = __fmaf_rn(sums[d], factor.left, __fmul_rn(x[d], factor.right));
           }
+        }
+      }
+      // Lines that nobody reads any more are not written to memory; the eight threads of a piece have two each of sixteen.
+      if (drops && is_used) {
+        const float4* line = from - thread % PIECE_THREADS;
+#pragma unroll
+        for (int i = thread % PIECE_THREADS; i < BATCH; i += PIECE_THREADS) {
+          if (batch + i >= count) break;
+          asm volatile("discard.global.L2 [%0], 128;" ::"l"(line + (batch + i) * entry) : "memory");
         }
       }
       bring(batch + AHEAD);

@@ -30,6 +30,16 @@ struct Part {
   int head, token, rows;  // the first of the step's tokens
   Entries entries;
   bool merges;  // the context's beginning
+
+  // The last key that each of the thread's rows sees; how many tiles all rows see wholly.
+  DEVICE int load_positions(const int* position_ids, int limit, int (&last_key)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = min(row_of(r), rows - 1);
+      last_key[r] = min(load_int(position_ids + token + row / GROUP), limit - 1);
+    }
+    return min(load_int(position_ids + token) + 1, limit) / KEYS;
+  }
 };
 
 // Queries of a warpgroup's 64 rows as a left operand; zeros for missing rows. By its threads.
@@ -145,12 +155,12 @@ struct OwnTotals {
   }
 };
 
-// Attends to a share's tiles. From full_tiles on rows see keys up to last_key only. Work item `held` is not finished: it
-// is left in `unit`. Whether there was one.
+// Attends to a share's tiles, and merges with `all` or stores. From full_tiles on rows see keys up to last_key only. Work
+// item `held` is not finished: it is left in `unit`. Whether there was one. `parity`: of the keys' slots, the first of
+// which has the first tile.
 DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& part,
                          const Queries& queries, int full_tiles, const int (&last_key)[2], float scale,
-                         int held, State& all, State& unit) {
-  all.clear();
+                         int held, u32& parity, State& all, State& unit) {
   unit.clear_states();
   if (share.begin >= share.end) return false;
   const bool is_idle = row_of(0) / 16 * 16 >= part.rows;  // the warp's rows are all missing
@@ -179,7 +189,6 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
     }
   };
   bool is_first = true;  // tile of its work item
-  u32 parity = 0;        // of the keys' slots
   // Slots are constants, or chosen by a vote, which gives all lanes the same in a way that the compiler sees: descriptors
   // of operands are computed once a warp then.
   const auto multiply_keys = [&](bool odd) {
@@ -270,6 +279,13 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
   multiply_values(odd, parity);
   product_wait<0>();
   release_values(odd);
+  if (ALONE && !odd) {  // there is no tile for the second slot
+    barrier_wait(shared.full_keys(1), parity);
+    release(shared.empty_keys(1));
+    barrier_wait(shared.full_values(1), parity);
+    release(shared.empty_values(1));
+  }
+  parity ^= 1;
   if (OwnTotals::ARE_USED) totals.share(unit.total);
   if (its == held) return true;
   finish_unit(part, its, all, unit, unit.weighed());

@@ -65,6 +65,17 @@ DEVICE int load_int_now(const int* p) {  // the same, where it is written in the
   return x;
 }
 
+// What createpolicy gives for all lines (CUTLASS has the same numbers, CacheHintSm90). Computed in a program they cost time.
+constexpr u64 EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;
+
+// Copies 16 bytes that are read once, which leave L2 first. A lane has its target in a register of its own: where a part of it
+// is the warp's, NVRTC 13.0 makes an illegal instruction (test_oldest_compiler.py).
+DEVICE void stream_chunk(u32 target, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "l"(EVICT_FIRST)
+               : "memory");
+}
+
 DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
 
 DEVICE float exp2(float x) {

@@ -38,13 +38,15 @@ def attend(
     *,
     rows: int = BLOCK_ROWS[-1],
     has_trees: bool = False,
+    ranges: int = 1,
 ) -> list[torch.Tensor]:
     """The rows of the parts, with copies done early or late."""
+    many = splits * ranges
 
     def execute(launches: Sequence[Launch]) -> None:
-        emulated_warps.run(launches, splits, is_late=splits % 2 == 0, together=splits)
+        emulated_warps.run(launches, many, is_late=many % 2 == 0, together=many)
 
-    return attend_long(world, parts, execute, splits, rows=rows, has_trees=has_trees)
+    return attend_long(world, parts, execute, splits, rows=rows, has_trees=has_trees, ranges=ranges)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,26 @@ def test_contexts_divided_in_any_way(group, tokens, lengths, sizes, rows):
     for request, length in enumerate(lengths):  # alone, with fewer tokens
         (few,) = attend(world, [(request, length - 1, 1)], 2, rows=rows)
         assert same_bits(few, whole[(request + 1) * tokens - 1 : (request + 1) * tokens])
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "lengths", "sizes"),
+    [
+        (4, 11, (1300, 70, 2100, 700, 11, 900), {}),
+        (2, 11, (100, 130, 64, 200), {"tokens_per_block": 8}),
+        (8, 17, (1500, 333, 1000), {"tokens_per_block": 128}),  # several blocks of rows
+    ],
+    ids=str,
+)
+def test_equal_ranges_of_all_tiles(group, tokens, lengths, sizes):
+    """Of contexts that nobody shares: a range has some of one, or the ends of two and those between
+    them, or there is less than a range for each thread block."""
+    world = world_of(group, lengths, **sizes)
+    parts = [(request, length - tokens, tokens) for request, length in enumerate(lengths)]
+    wanted = torch.cat(attend(world, parts, 2, rows=64))
+    for ranges in (1, 2, 3, 5, 8, 13):
+        found = torch.cat(attend(world, parts, 1, rows=64, ranges=ranges))
+        assert same_bits(found, wanted), ranges
 
 
 @pytest.mark.parametrize(("group", "rows_of_block"), [(4, 64), (8, 128), (8, 88), (8, 48)])
