@@ -37,13 +37,17 @@ def steps(group: int) -> list[list[Part]]:
     return ways
 
 
-@pytest.mark.parametrize(("part_tiles", "many"), [(4, True), (32, False), (128, True)])
+@pytest.mark.parametrize(
+    ("warps", "part_tiles", "many"),
+    [(1, 4, True), (1, 32, False), (7, 0, False), (60, 0, True), (66, 0, False)],
+)
 @pytest.mark.parametrize(("world", "quantize_out"), with_outputs(WORLDS), ids=str)
 def test_batch_gives_the_bits_of_the_context_kernel(
-    world, quantize_out, part_tiles, many, monkeypatch
+    world, quantize_out, warps, part_tiles, many, monkeypatch
 ):
     monkeypatch.setattr(batch, "are_many", lambda *_: many)
-    monkeypatch.setattr(batch, "_part_tiles", lambda tiles, groups, num_sms: part_tiles)
+    monkeypatch.setattr(batch, "_num_warps", lambda *_: warps)
+    monkeypatch.setattr(batch, "_part_tiles", lambda *_: part_tiles)
     made = World(**world, lengths=LENGTHS, quantize_out=quantize_out, device="cuda")
     wanted = [made.run([(r, 0, n)], execute)[0] for r, n in enumerate(LENGTHS)]
     for parts in steps(made.heads // made.kv_heads):

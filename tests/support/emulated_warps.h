@@ -76,6 +76,7 @@ template <class T> T __shfl_up_sync(unsigned, T x, int step, int width = 32) {
   return emu::from_lane(x, emu::lane() % width >= step ? emu::lane() - step : emu::lane());
 }
 inline int __reduce_max_sync(unsigned, int x) { return emu::of_all(x, [](int a, int b) { return max(a, b); }); }
+inline int __reduce_add_sync(unsigned, int x) { return emu::of_all(x, [](int a, int b) { return a + b; }); }
 inline int __reduce_min_sync(unsigned, int x) { return emu::of_all(x, [](int a, int b) { return min(a, b); }); }
 template <class T> T __ldcg(const T* at) { return *at; }
 template <class T> T __ldg(const T* at) { return *at; }

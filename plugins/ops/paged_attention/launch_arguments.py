@@ -24,7 +24,7 @@ def partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:
     name = f"paged_attention.d{size}"
     return (
         env.scratch(f"{name}.partial", (_partial_numbers(call, limits),), torch.float32),
-        env.scratch(f"{name}.counters", (max(32 * limits.num_sms, groups),), torch.int32),
+        env.scratch(f"{name}.counters", (max(32 * 8 * limits.num_sms, groups),), torch.int32),
     )
 
 

@@ -81,7 +81,7 @@ class Request:
             call, env = world.call([self.part], 2), world.env(world.step([self.part]), 1)
             own = launch_arguments.own_tensors(call, env), launch_arguments.partials(call, env)
             scale = launch_arguments.logit_scale(call)
-            with mock.patch.object(batch, "is_long", lambda *_: False):
+            with mock.patch.object(batch, "_num_warps", lambda *_: 1):
                 launch = batch.batch_launch(call, env, 2, self.tokens, BOUND, *own, scale)
             found += run_one(launch, call, env, [self.part], emulated_warps.run)
         return torch.stack(found).view(torch.uint8)

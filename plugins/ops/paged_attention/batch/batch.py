@@ -33,8 +33,12 @@ MAX_ROWS = COLUMNS[-1]
 # others hide what one waits for when it begins and ends.
 _RING_BYTES = {4: 48 << 10, 8: 24 << 10}
 _LEAST_TILES = 3  # of a ring
+_KEPT_BYTES = 128  # of shared memory: what a warp knows of its parts while it attends
 _WARPS_PER_SM, _MANY_WARPS_PER_SM = _RING_BYTES
 FEW_GROUPS = 16  # of requests and KV heads: split over thread blocks that wait for each other
+FEW_PARTS = 4  # of a context, if fewer than so many would run at once: whoever is last merges them
+FEW_REQUESTS = 4  # whose contexts are divided into as many parts each, however long they are
+SHORT = 2048  # tokens of a context up to which warps do not wait for each other
 LONG = 4096  # tokens of a context beyond which it is divided as finely as there are warps
 
 
@@ -67,10 +71,12 @@ def batch_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
         if columns < group or most <= fewer:
             continue
         found.append(batch_spec(call, limits, columns))
-        if limits.max_seq_len > LONG:
-            found.append(batch_spec(call, limits, columns, together=True))
+        found.append(batch_spec(call, limits, columns, together=True))
+        found.append(batch_spec(call, limits, columns, together=True, several=True))
         if are_many(call, limits, columns, groups):
-            found.append(batch_spec(call, limits, columns, _MANY_WARPS_PER_SM))
+            many = _MANY_WARPS_PER_SM
+            found.append(batch_spec(call, limits, columns, many))
+            found.append(batch_spec(call, limits, columns, many, together=True, several=True))
     return found
 
 
@@ -105,32 +111,50 @@ def batch_launch(
     heads, size = int(call.attributes["num_kv_heads"]), int(call.attributes["head_size"])
     rows = max_tokens * group_size(call)
     columns = next(each for each in COLUMNS if each >= rows)
-    tiles = -(-max_kv_len // KEYS)
-    groups, num_sms = num_requests * heads, env.limits.num_sms
-    part_tiles = _part_tiles(tiles, groups, num_sms)
-    floats = columns // 8 * (size // 4 + 3) * 32  # of an entry
-    num_parts = -(-tiles // part_tiles)
-    # Together they wait for each other: all must run at once, and have cache lines for counters.
-    is_resident = groups <= num_sms and groups * num_parts <= _WARPS_PER_SM * num_sms
-    together = is_resident and num_parts > 1 and is_long(env.limits, max_kv_len)
-    # The first part is an entry, and so is each work item that starts after it. Together, parts are
-    # as short as each context asks for.
-    first_tiles = MOST_UNIT if together else part_tiles
-    max_entries = 2 + max(count_units(max_kv_len) - count_units(first_tiles * KEYS), 0)
-    if groups * max_entries * floats > partials[0].numel():
-        num_parts, part_tiles, max_entries, together = 1, max(tiles, 1), 1, False
+    tiles, groups = max(-(-max_kv_len // KEYS), 1), num_requests * heads
+    many = are_many(call, env.limits, columns, groups)
+    per_sm, num_sms = _MANY_WARPS_PER_SM if many else _WARPS_PER_SM, env.limits.num_sms
+    floats = columns // 8 * (size // 4 + 3) * 32  # of a work item
+    # Where warps share contexts, these are cut every so many tiles.
+    grain = MOST_UNIT if is_long(env.limits, max_kv_len) else MOST_UNIT // 2
+    room = partials[0].numel() // (groups * floats)  # of a context
+    warps = _num_warps(per_sm * num_sms, groups, heads, tiles, grain)
+    parts = warps // num_requests  # of each context, where all have as many
+    each = -(-tiles // max(parts, 1))
+    each = -(-each // grain) * grain
+    several = warps > 1 and (num_requests > FEW_REQUESTS or parts < FEW_PARTS)
+    if several:
+        room *= num_requests  # of all
+    if parts >= FEW_PARTS:  # some places are left to the next kernel
+        parts = -(-tiles // each)
+        warps = parts * num_requests
+    stored = 1 + count_units(max_kv_len) - count_units(grain * KEYS)
+    if (warps if several else stored) > room:
+        warps = 1
+    together = warps > 1
+    if together:
+        grid = (warps, heads, 1) if several else (parts, heads, num_requests)
+    else:
+        several = False
+        each = _part_tiles(tiles, groups, num_sms)
+        room = partials[0].numel() // (groups * floats)
+        if 1 + max(count_units(max_kv_len) - count_units(each * KEYS), 0) > room:
+            each = tiles
+        parts = -(-tiles // each)
+        grid = (parts, heads, num_requests)
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *tensors,
         *partials,
         logit_scale,
         env.step.block_tables.stride(0),
-        part_tiles,
-        max_entries,
+        num_requests,
+        parts,
+        each,
+        grain,
+        room,
     )
-    grid = (max(num_parts, 1), heads, num_requests)
-    many = are_many(call, env.limits, columns, groups)
-    warps = _MANY_WARPS_PER_SM if many else _WARPS_PER_SM
-    return Launch(batch_spec(call, env.limits, columns, warps, together=together), grid, arguments)
+    spec = batch_spec(call, env.limits, columns, per_sm, together=together, several=several)
+    return Launch(spec, grid, arguments)
 
 
 def is_long(limits: StepLimits, max_kv_len: int) -> bool:
@@ -138,18 +162,20 @@ def is_long(limits: StepLimits, max_kv_len: int) -> bool:
     return min(max_kv_len, limits.max_seq_len) > LONG
 
 
+def _num_warps(slots: int, groups: int, heads: int, tiles: int, grain: int) -> int:
+    """Of each KV head, which share its contexts: as many as run at once, where contexts may be long
+    or are few. 1: warps do not wait for each other."""
+    if tiles * KEYS <= SHORT or (tiles * KEYS <= LONG and groups * _WARPS_PER_SM > slots):
+        return 1
+    return min(slots // heads, groups // heads * -(-tiles // grain))
+
+
 def _part_tiles(tiles: int, groups: int, num_sms: int) -> int:
-    """Tiles of a part. Storing a work item costs a quarter of reading its keys, so contexts are
-    divided only where there are too few warps (three per multiprocessor are enough) or one would
-    take too long (4,096 keys). Blocks of parts that a shorter context does not have cost time, too:
-    there are at most 8 parts if there are many groups."""
-    if tiles * KEYS > LONG and 2 * groups <= _WARPS_PER_SM * num_sms:
-        # as many parts as run at once, of whole work items
-        each = -(-tiles // (_WARPS_PER_SM * num_sms // groups))
-        return -(-each // MOST_UNIT) * MOST_UNIT
+    """Tiles of a part of a short context, where warps do not wait for each other. Storing a work
+    item costs a quarter of reading its keys, so contexts are divided only where there are too few
+    warps: three per multiprocessor are enough."""
     wanted = max(1, (_WARPS_PER_SM - 1) * num_sms // groups)
-    most = 32 if groups <= _WARPS_PER_SM * num_sms else 8
-    return max(min(64, -(-tiles // wanted)), -(-tiles // most), 4)
+    return max(-(-tiles // wanted), 4) if tiles * KEYS <= LONG else tiles
 
 
 def batch_spec(
@@ -159,22 +185,25 @@ def batch_spec(
     warps: int = _WARPS_PER_SM,
     *,
     together: bool = False,
+    several: bool = False,
 ) -> KernelSpec:
     """One binary. warps: of a multiprocessor. together: all its warps run at once, and merge long
-    contexts together."""
+    contexts together. several: contexts, which may be of different lengths."""
     size, tile_bytes = int(call.attributes["head_size"]), _tile_bytes(call, limits)
     words, constants = source_variant(call, limits)
     slots = max(_RING_BYTES[warps] // tile_bytes, _LEAST_TILES)
     query_bytes = columns * size * 2 if columns > COLUMNS[0] and size == 128 else 0
     constants |= {"COLUMNS": columns, "SLOTS": slots, "WARPS": warps, "QUERY_BYTES": query_bytes}
-    constants |= {"TOGETHER": together}
-    words += [f"c{columns}", *["all"] * together, *["many"] * (warps > _WARPS_PER_SM)]
+    constants |= {"TOGETHER": together, "SEVERAL": several}
+    constants |= {"FEW_PARTS": FEW_PARTS, "KEPT_BYTES": _KEPT_BYTES}
+    words += [f"c{columns}", *["all"] * together, *["several"] * several]
+    words += ["many"] * (warps > _WARPS_PER_SM)
     return KernelSpec(
         name=".".join(["paged_attention.batch", *words]),
         source="ops/paged_attention/batch/batch.cu",
-        arguments=(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 3),
+        arguments=(*tensor_types(call, limits), "*fp32", "*i32", "fp32", *["i32"] * 6),
         constants=constants,
         entry="batch",
         num_warps=1,
-        shared_bytes=slots * tile_bytes + query_bytes,
+        shared_bytes=slots * tile_bytes + query_bytes + _KEPT_BYTES * several,
     )

@@ -2,60 +2,20 @@
 //
 // Where all warps of the launch run at once, some wait for all others; each of these takes lines of the states, one sum
 // a lane, and goes through all stored entries. What an entry and all before it are multiplied by depends on their
-// largest logits alone, so all lanes find these factors first, eight entries at a time, while the sums are on their way.
+// largest logits alone, so all lanes find these factors first, each those of some entries, while the sums are on their way.
 // Elsewhere the warp that comes last merges whole states, with as many on their way as its ring has room for.
 #pragma once
 
+#include "ops/paged_attention/batch/arrivals.cuh"
 #include "ops/paged_attention/batch/state.cuh"
 #include "ops/paged_attention/shared/output.cuh"
 
 constexpr int STATE_LINES = STEPS * 4 + 3;  // of a block of columns: sums, two of `largest`, `total`
 constexpr int SUM_LINES = COLUMN_BLOCKS * STEPS * 4;  // of 32 floats
+constexpr int AT_ONCE = 12;  // entries whose factors a lane finds at once
 constexpr int HALF_LINES = STEPS * 2;  // of a block's sums, those of one `largest`
 // Of an entry in the ring: a line of sums; `largest` and `total` of four columns; factors of four columns.
 constexpr int SUM_BYTES = 128, TOP_BYTES = 32, FACTOR_BYTES = 4 * 16;
-constexpr int FEW_ENTRIES = 2048;  // of all contexts: 9 MB of eight columns
-
-// The number of warps of a context that arrived before; what they stored may be read.
-DEVICE int arrive_at(int* counter) {
-  int before = 0;
-  __syncwarp();
-  if (threadIdx.x == 0) {
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "l"(counter)
-                 : "memory");
-  }
-  before = __shfl_sync(~0u, before, 0);
-  __syncwarp();
-  return before;
-}
-
-// Waits until so many have arrived; what they stored may be read.
-DEVICE void wait_for_parts(const int* counter, int count) {
-  if (threadIdx.x == 0) {
-    int arrived = 0;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-    } while (arrived < count);
-  }
-  __syncwarp();
-}
-
-// The last one to leave, of `parts` that arrived and `mergers` that leave, sets the counter to zero.
-DEVICE void leave_parts(int* counter, int parts, int mergers) {
-  if (threadIdx.x != 0) return;
-  int left;
-  asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;"
-               : "=r"(left)
-               : "l"(counter)
-               : "memory");
-  if (left == parts + mergers - 1) *counter = 0;
-}
-
-// Whether work items leave L2 as they are merged, where this context has so many entries. Few of them stay there until
-// they are written again, and the instructions take time.
-DEVICE bool are_dropped(int count) { return count * int(gridDim.y * gridDim.z) > FEW_ENTRIES; }
 
 // A line that nobody reads any more is not written to memory.
 DEVICE void drop_line(const float* line) {
@@ -136,24 +96,38 @@ struct MergedLines {
     const int begin = min(group * each, count), end = min(begin + each, count);
     const u32 its = tops + column * 4;
     float top = minus_infinity();
-#pragma unroll 4
-    for (int nth = begin; nth < end; ++nth) top = fmaxf(top, load_shared_float(its + nth * TOP_BYTES));
+#pragma unroll 1
+    for (int at = begin; at < end; at += AT_ONCE) {
+      float own[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) own[j] = load_shared_float(its + min(at + j, end - 1) * TOP_BYTES);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) top = fmaxf(top, own[j]);
+    }
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_up_sync(~0u, top, lanes));
     const float before = __shfl_up_sync(~0u, top, 4);
     top = fmaxf(largest, __shfl_sync(~0u, top, 28 + column));
     if (group > 0) largest = fmaxf(largest, before);
-#pragma unroll 4
-    for (int nth = begin; nth < end; ++nth) {
-      const float own = load_shared_float(its + nth * TOP_BYTES);
-      const float total = load_shared_float(its + nth * TOP_BYTES + 16);
-      const float both = fmaxf(largest, own), base = finite(both);
-      Factors found;
-      found.left = exp2(__fsub_rn(largest, base));
-      found.right = exp2(__fsub_rn(own, base));
-      found.total = __fmul_rn(total, found.right);
-      found.store(factors + column * COLUMN_BYTES + nth * 16);
-      largest = both;
+    const u32 to = factors + column * COLUMN_BYTES;
+#pragma unroll 1
+    for (int at = begin; at < end; at += AT_ONCE) {
+      float own[AT_ONCE], total[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const u32 from = its + min(at + j, end - 1) * TOP_BYTES;
+        own[j] = load_shared_float(from), total[j] = load_shared_float(from + 16);
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const float both = fmaxf(largest, own[j]), base = finite(both);
+        Factors found;
+        found.left = exp2(__fsub_rn(largest, base));
+        found.right = exp2(__fsub_rn(own[j], base));
+        found.total = __fmul_rn(total[j], found.right);
+        if (at + j < end) found.store(to + (at + j) * 16);
+        largest = both;
+      }
     }
     return top;
   }
@@ -211,13 +185,12 @@ struct MergedLines {
   }
 };
 
-constexpr int ENTRY_BYTES = State::FLOATS * 128, AT_ONCE = SLOTS * TILE_BYTES / ENTRY_BYTES;
-static_assert(AT_ONCE > 1, "entries in the ring");
+constexpr int ENTRY_BYTES = State::FLOATS * 128, MOST_ENTRIES = SLOTS * TILE_BYTES / ENTRY_BYTES;
+static_assert(MOST_ENTRIES > 1, "entries in the ring");
 
 // The states of all entries, merged by one warp; its ring is free.
-DEVICE void merge_alone(State& merged, const float* entries, int count, u32 ring) {
+DEVICE void merge_alone(State& merged, const float* entries, int count, u32 ring, bool drops) {
   const int lane = lane_id();
-  const bool drops = are_dropped(count);
   const auto bring = [&](int nth, int slot) {  // a lane has every 32nd 16 bytes
     if (nth < count) {
       const float* from = entries + nth * (ENTRY_BYTES / 4) + lane * 4;
@@ -230,14 +203,14 @@ DEVICE void merge_alone(State& merged, const float* entries, int count, u32 ring
     commit_copies();
   };
 #pragma unroll 1
-  for (int i = 0; i < AT_ONCE - 1; ++i) bring(i, i);
-  int slot = 0, before = AT_ONCE - 1;  // the slot of an entry, and of the one before it
+  for (int i = 0; i < MOST_ENTRIES - 1; ++i) bring(i, i);
+  int slot = 0, before = MOST_ENTRIES - 1;  // the slot of an entry, and of the one before it
   merged.clear();
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
-    wait_for_copies<AT_ONCE - 2>();
+    wait_for_copies<MOST_ENTRIES - 2>();
     __syncwarp();
-    bring(i + AT_ONCE - 1, before);
+    bring(i + MOST_ENTRIES - 1, before);
     const u32 at = ring + slot * ENTRY_BYTES + lane * 4;
     State its;
     its.each([&](float& x, int line) { x = load_shared_float(at + line * 128); });
@@ -252,7 +225,7 @@ DEVICE void merge_alone(State& merged, const float* entries, int count, u32 ring
       merged.append(its);
     }
     before = slot;
-    slot = slot + 1 == AT_ONCE ? 0 : slot + 1;
+    slot = slot + 1 == MOST_ENTRIES ? 0 : slot + 1;
   }
 }
 
@@ -264,9 +237,9 @@ DEVICE int lines_of_merger(int parts) { return (SUM_LINES + parts - 1) / parts; 
 template <int MOST>
 DEVICE void merge_lines(const float* entries, int stride, int count, int merger, int each,
                         int num_rows, int head, long long first_token, OUT_TYPE::Storage* out,
-                        float value_scale, float quanta, u32 ring) {
+                        float value_scale, float quanta, u32 ring, bool drops) {
   int known = -1;
-  MergedLines<MOST> merged(ring, are_dropped(count));
+  MergedLines<MOST> merged(ring, drops);
   const int end = min((merger + 1) * each, SUM_LINES);
   int lines = 1;
 #pragma unroll 1

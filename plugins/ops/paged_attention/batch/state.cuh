@@ -56,6 +56,10 @@ struct StateOf {  // N blocks of 16 dimensions, C of 8 columns
       use(total[n], first + N * 4 + 2);
     }
   }
+  DEVICE void load(const float* from) {
+    const float* own = from + lane_id();
+    each([&](float& x, int i) { x = __ldcg(own + i * 32); });
+  }
   // L2 keeps it until it is merged.
   DEVICE void store(float* to) {
     float* own = to + lane_id();

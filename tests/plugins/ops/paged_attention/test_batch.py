@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
 from support.attention import FP8, INT8, NOT_BY_WARP, World
 from support.attention_compiled import (
     BY_WARP,
@@ -22,9 +23,9 @@ from support.attention_models import OF_SIZE, world_of
 from support.kernel import compile_all
 
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
-from llmctl.plugins.ops.paged_attention import kernel
+from llmctl.plugins.ops.paged_attention import kernel, launch_arguments
 from llmctl.plugins.ops.paged_attention.batch import batch
-from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, MOST_UNIT, count_units
+from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, count_units
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "lengths": (4096,), "kv_dtype": FP8}
 
@@ -48,7 +49,7 @@ def launched(world: World, counts: list[int], max_kv_len: int) -> list[Launch]:
 def test_it_compiles_to_tensor_core_instructions_without_spills(size, kv):
     world = world_of(OF_SIZE[size], kv)
     specs = batch.batch_specs(world.call([(0, 0, 1)]), world.limits())
-    assert len(specs) == len(batch.COLUMNS)
+    assert {spec.constants["COLUMNS"] for spec in specs} == set(batch.COLUMNS)
     for spec, binary, code in compile_all(specs if kv == "fp8" else largest(specs)):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         assert "HMMA.16816.F32" in code and "LDGSTS" in code and "LDSM" in code, spec.name
@@ -81,29 +82,42 @@ def test_beside_chunks_every_request_is_served_by_one_kernel():
     assert context.arguments[-1] == 2, "the context kernel takes requests of two tokens and more"
 
 
-@pytest.mark.parametrize("max_kv_len", [1, 700, 4096, 5000, 131072])
+@pytest.mark.parametrize("max_kv_len", [1, 700, 1536, 5000, 131072])
 @pytest.mark.parametrize("requests", [9, 16, 64, 256])
-def test_parts_cover_the_longest_context_and_their_units_find_room(requests, max_kv_len):
-    world = model(max_batch_size=256)
+def test_warps_that_share_contexts_run_at_once_and_have_room(requests, max_kv_len):
+    world = model(max_batch_size=256, max_seq_len=131072)
     (launch,) = launched(world, [1] * requests, max_kv_len)
-    part_tiles, max_entries = launch.arguments[-2:]
-    assert launch.grid == (launch.grid[0], 8, requests)
-    tiles = -(-max_kv_len // KEYS)
-    assert (launch.grid[0] - 1) * part_tiles < tiles <= launch.grid[0] * part_tiles
-    if launch.grid[0] > 1:
-        stored = count_units(max_kv_len) - count_units(part_tiles * KEYS)
-        assert 1 + stored <= max_entries
-        partial, counters = launch.arguments[10], launch.arguments[11]
-        floats = (128 * 8 // 32 + 3) * 32  # sums and state of eight columns
-        assert requests * 8 * max_entries * floats <= partial.numel()
-        assert requests * 8 <= counters.numel()
+    spec, (warps, *others) = launch.spec, launch.grid
+    number, parts, each, grain, room = launch.arguments[-5:]
+    assert number == requests and max(parts, 1) * each >= -(-max_kv_len // KEYS)
+    partial, counters = launch.arguments[10], launch.arguments[11]
+    floats = (128 * 8 // 32 + 3) * 32  # sums and state of eight columns
+    assert spec.constants["SEVERAL"] == spec.constants["TOGETHER"] == (max_kv_len > 4096)
+    if max_kv_len <= 4096:
+        assert others == [8, requests] and parts == warps
+        assert 1 + count_units(max_kv_len) - count_units(each * KEYS) <= room
+        assert requests * 8 * room * floats <= partial.numel()
+        return
+    assert others == [8, 1] and parts == warps // requests and each % grain == 0
+    assert 1 < warps <= spec.constants["WARPS"] * 132 // 8
+    assert 8 * room * floats <= partial.numel() and 8 * warps * 32 <= counters.numel()
 
 
-def test_contexts_are_whole_where_requests_are_many_and_cut_where_they_are_few():
-    world = model(max_batch_size=256)
-    assert launched(world, [1] * 64, 1024)[0].grid[0] == 1
-    assert launched(world, [1] * 9, 1024)[0].grid[0] == 4
-    assert launched(world, [1] * 256, 1 << 17)[0].grid[0] <= 8
+@pytest.mark.parametrize("max_kv_len", [2100, 4096])
+def test_few_contexts_of_middle_length_are_cut_between_smaller_work_items(max_kv_len):
+    (launch,) = launched(model(), [1] * 9, max_kv_len)
+    number, parts, each, grain, _ = launch.arguments[-5:]
+    assert launch.spec.constants["SEVERAL"] and (number, grain) == (9, 4)
+    assert each % 4 == 0 and parts * each >= -(-max_kv_len // KEYS)
+    assert launch.grid == (9 * parts, 8, 1)
+
+
+def test_contexts_are_whole_where_requests_are_many_and_none_is_long():
+    world = model(max_batch_size=256, max_seq_len=131072)
+    assert launched(world, [1] * 64, 1024)[0].grid == (1, 8, 64)
+    assert launched(world, [1] * 9, 1024)[0].grid == (4, 8, 9)
+    assert launched(world, [1] * 256, 4096)[0].grid == (1, 8, 256)
+    assert launched(world, [1] * 256, 1 << 17)[0].grid == (132, 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -112,28 +126,42 @@ def test_contexts_are_whole_where_requests_are_many_and_cut_where_they_are_few()
         (1, 1, batch.LONG + 1, 9),
         (1, 2, 32768, 64),
         (1, 1, 131072, 64),
-        (2, 1, 32768, 32),
-        (8, 1, 32768, 8),
+        (8, 1, 32768, 64),  # leaves places to the next launch
+        (64, 1, 32768, 66),
     ],
 )
 def test_long_contexts_are_divided_by_as_many_warps_as_run_at_once(
     requests: int, tokens: int, max_kv_len: int, grid: int
 ) -> None:
+    (launch,) = launched(model(lengths=(8192,)), [tokens] * requests, max_kv_len)
+    assert launch.spec.constants["TOGETHER"] and launch.grid == (grid, 8, 1)
+    assert launch.spec.name.endswith(".several" if requests > 1 else ".all")
+
+
+def test_contexts_of_few_requests_are_divided_into_as_many_parts_each() -> None:
+    (launch,) = launched(model(lengths=(8192,)), [1] * 4, 32768)
+    assert launch.spec.name.endswith(".all") and launch.grid == (16, 8, 4)
+    *_, requests, parts, each, _, room = launch.arguments
+    assert (requests, parts, each) == (4, 16, 32)
+    floats = (128 * 8 // 32 + 3) * 32
+    assert 4 * 8 * room * floats <= launch.arguments[10].numel()
+    assert 4 * 8 * parts * 32 <= launch.arguments[11].numel()
+
+
+def test_without_room_for_its_work_items_a_context_is_not_divided() -> None:
     world = model(lengths=(8192,))
-    (launch,) = launched(world, [tokens] * requests, max_kv_len)
-    assert launch.spec.constants["TOGETHER"] and launch.grid == (grid, 8, requests)
-    assert grid * 8 * requests <= batch._WARPS_PER_SM * world.limits().num_sms
-    *_, max_entries = launch.arguments
-    assert max_entries >= 2 + count_units(max_kv_len) - count_units(MOST_UNIT * KEYS)
-    short = model()  # an engine whose sequences are short has no such kernel
-    names = [spec.name for spec in batch.batch_specs(short.call([(0, 0, 1)]), short.limits())]
-    assert launch.spec.name.endswith(".all") and launch.spec.name not in names
+    parts = [(0, 63, 1)]
+    call, env = world.call(parts), replace(world.env(world.step(parts)), use_pdl=True)
+    stored = 1 + count_units(32768) - count_units(8 * KEYS)
+    for room, warps in ((stored, 64), (stored - 1, 1)):
+        partials = torch.zeros(8 * room * 35 * 32), torch.zeros(1, dtype=torch.int32)
+        own = launch_arguments.own_tensors(call, env), partials, launch_arguments.logit_scale(call)
+        assert batch.batch_launch(call, env, 1, 1, 32768, *own).grid == (warps, 8, 1)
 
 
-def test_too_many_rows_or_requests_for_warps_that_wait_for_each_other() -> None:
+def test_too_many_rows_for_it() -> None:
     world = model(lengths=(8192,), max_batch_size=256)
     assert launched(world, [3], 32768)[0].spec.entry == "attend_long"
-    assert not launched(world, [1] * 64, 32768)[0].spec.constants["TOGETHER"]
 
 
 def test_each_launch_is_of_a_binary_that_was_built():
