@@ -95,7 +95,10 @@ def _values(spec: KernelSpec, *names: str) -> list[int]:
 def check_chains(specs: Sequence[KernelSpec]) -> None:
     """Products by tensor cores, nothing spilled, launches in order."""
     for spec, binary, code in compile_all(specs):
-        if not spec.constants.get("IMAGES"):  # check_chunk says what their copying warps spill
+        if spec.constants.get("SEVERAL"):  # of groups of three, not in the loop over tiles
+            tiles = code[code.index("HMMA") : code.rindex("HMMA")]
+            assert binary.local_bytes <= 24 and not re.search(r"\b(LDL|STL)\b", tiles), spec.name
+        elif not spec.constants.get("IMAGES"):  # check_chunk says what their copying warps spill
             assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         is_group = spec.entry not in ("batch", "verification")  # whose products are of one warp
         has_products = spec.entry != "images"  # what they read is written there
