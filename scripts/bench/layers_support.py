@@ -17,7 +17,7 @@ from llmctl.plugins.backends.cuda.program import CudaProgram
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.fused.decoder_layers.chain import find_layers
-from llmctl.plugins.fused.decoder_layers.kernel import find_chains
+from llmctl.plugins.fused.decoder_layers.kernel import Chain, find_chains
 from llmctl.plugins.fused.decoder_layers.tactics import Pace, Tactic, measured_tactics
 from llmctl.plugins.schemes.scheme import Form, packing_of
 from llmctl.plugins.schemes.table import find_form
@@ -105,6 +105,7 @@ class Model:
         kernels = CompiledWhenLaunched([], torch.device("cuda"), None, use_pdl=True)
         self.program = CudaProgram(self.calls, kernels, limits)
         self.tokens, layers = tokens, find_layers(self.calls, limits)
+        self.chains: list[Chain]
         self.set_tactics(measured_tactics(layers[0], tokens, is_always=True) if layers else ())
         self.block = limits.tokens_per_block
         blocks = CONTEXT // self.block

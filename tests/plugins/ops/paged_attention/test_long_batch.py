@@ -62,8 +62,8 @@ def test_other_steps_are_those_of_other_kernels():
     assert found(world, 1, 11) == (), "one request"
     assert found(world, 8, 8) == found(world_of(NARROW), 8, 11) == (), "a warpgroup of long.cu"
     assert found(world, 16, 12) == (), "more rows than a thread block has"
-    small_pages = world_of({**WIDE, "tokens_per_block": 4})
-    assert found(small_pages, 16, 11)
+    assert found(world_of({**WIDE, "tokens_per_block": 4}), 16, 11) == (), "small pages"
+    assert found(world_of({**WIDE, "tokens_per_block": 8}), 16, 11)
 
 
 @pytest.mark.parametrize(
