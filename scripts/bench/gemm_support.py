@@ -128,7 +128,8 @@ class Bench:
         else:
             m = extra["model"]
             out = torch.empty(MAX_TOKENS, m.heads * m.head_size, dtype=model, device="cuda")
-            angle = torch.rand(MAX_TOKENS, m.head_size // 2, **random) * 6.28
+            positions = max(MAX_TOKENS, LIMITS.max_seq_len)  # chains have a context before them
+            angle = torch.rand(positions, m.head_size // 2, **random) * 6.28
             inputs["rotary"] = torch.cat((angle.cos(), angle.sin()), -1).contiguous()
             inputs["k_scale"] = torch.full((1,), 0.02, device="cuda")
             inputs["v_scale"] = torch.full((1,), 0.02, device="cuda")
