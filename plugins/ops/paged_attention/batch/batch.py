@@ -33,6 +33,7 @@ MAX_ROWS = COLUMNS[-1]
 # others hide what one waits for when it begins and ends.
 _RING_BYTES = {4: 48 << 10, 8: 24 << 10}
 _LEAST_TILES = 3  # of a ring
+_LENGTH_BYTES = 4  # of a context's length in shared memory
 _KEPT_BYTES = 128  # of shared memory: what a warp knows of its parts while it attends
 _WARPS_PER_SM, _MANY_WARPS_PER_SM = _RING_BYTES
 FEW_GROUPS = 16  # of requests and KV heads: split over thread blocks that wait for each other
@@ -92,6 +93,12 @@ def _tile_bytes(call: OpCall, limits: StepLimits) -> int:
     return KEYS * int(call.attributes["head_size"]) * (1 if limits.kv_dtype in (FP8, "int8") else 2)
 
 
+def _ring_bytes(call: OpCall, limits: StepLimits, warps: int) -> int:
+    """Of a warp's ring, whole tiles. The lengths of all contexts lie there before tiles do."""
+    tile_bytes = _tile_bytes(call, limits)
+    return max(_RING_BYTES[warps] // tile_bytes, _LEAST_TILES) * tile_bytes
+
+
 def batch_launch(
     call: OpCall,
     env: LaunchEnv,
@@ -130,6 +137,8 @@ def batch_launch(
         warps = parts * num_requests
     stored = 1 + count_units(max_kv_len) - count_units(grain * KEYS)
     if (warps if several else stored) > room:
+        warps = 1
+    if several and _LENGTH_BYTES * num_requests > _ring_bytes(call, env.limits, per_sm):
         warps = 1
     together = warps > 1
     if together:
@@ -189,9 +198,9 @@ def batch_spec(
 ) -> KernelSpec:
     """One binary. warps: of a multiprocessor. together: all its warps run at once, and merge long
     contexts together. several: contexts, which may be of different lengths."""
-    size, tile_bytes = int(call.attributes["head_size"]), _tile_bytes(call, limits)
+    size, ring_bytes = int(call.attributes["head_size"]), _ring_bytes(call, limits, warps)
     words, constants = source_variant(call, limits)
-    slots = max(_RING_BYTES[warps] // tile_bytes, _LEAST_TILES)
+    slots = ring_bytes // _tile_bytes(call, limits)
     query_bytes = columns * size * 2 if columns > COLUMNS[0] and size == 128 else 0
     constants |= {"COLUMNS": columns, "SLOTS": slots, "WARPS": warps, "QUERY_BYTES": query_bytes}
     constants |= {"TOGETHER": together, "SEVERAL": several}
@@ -205,5 +214,5 @@ def batch_spec(
         constants=constants,
         entry="batch",
         num_warps=1,
-        shared_bytes=slots * tile_bytes + query_bytes + _KEPT_BYTES * several,
+        shared_bytes=ring_bytes + query_bytes + _KEPT_BYTES * several,
     )

@@ -159,6 +159,16 @@ def test_without_room_for_its_work_items_a_context_is_not_divided() -> None:
         assert batch.batch_launch(call, env, 1, 1, 32768, *own).grid == (warps, 8, 1)
 
 
+@pytest.mark.parametrize(("length_bytes", "is_shared"), [(4, True), (12, True), (13, False)])
+def test_lengths_of_all_contexts_fit_where_they_are_kept(
+    length_bytes: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a ring of 24 KB, here of 2,048 requests."""
+    monkeypatch.setattr(batch, "_LENGTH_BYTES", length_bytes)
+    (launch,) = launched(model(lengths=(8192,), max_batch_size=2048), [1] * 2048, 32768)
+    assert (".several" in launch.spec.name) == is_shared
+
+
 def test_too_many_rows_for_it() -> None:
     world = model(lengths=(8192,), max_batch_size=256)
     assert launched(world, [3], 32768)[0].spec.entry == "attend_long"
