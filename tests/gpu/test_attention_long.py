@@ -113,6 +113,23 @@ def test_equal_ranges_of_all_tiles(world: World) -> None:
             assert same_bits(rows, own), (ranges, part)
 
 
+@pytest.mark.parametrize("world", SHARED, indirect=True, ids=str)
+def test_contexts_of_different_lengths_shared_by_all(world: World) -> None:
+    """One is much longer; as a step launches them, or with little room for work items."""
+    half, short = LENGTHS[1:]
+    lengths = (LENGTHS[0], 190, short // 9, 111, half, short // 3, short)
+    for requests in (2, 3, 7, 24, 40):
+        parts: list[Part] = [(0, lengths[i % 7] - 11 - i // 7, 11) for i in range(requests)]
+        wanted = [context(world, *part) for part in parts]
+        for rows, room in ((64, None), (64, 100), (128, None), (128, 100)):
+            splits = 2 if room and requests <= 7 else 0
+            found = attend_long(
+                *(world, parts, execute, splits), rows=rows, bound=LENGTHS[0], room=room
+            )
+            for part, own, other in zip(parts, found, wanted, strict=True):
+                assert same_bits(own, other), (requests, rows, room, part)
+
+
 def test_verifications_and_chunks_of_a_long_context(world: World) -> None:
     for end in (LENGTHS[0], 16 * MOST_UNIT * KEYS + 5):
         for tokens in (5, 11, 17, 700, 2048):

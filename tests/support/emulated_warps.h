@@ -71,7 +71,9 @@ inline int __syncthreads_or(int x) {
   return found;
 }
 template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return emu::from_lane(x, emu::lane() ^ step); }
-template <class T> T __shfl_sync(unsigned, T x, int source, int = 32) { return emu::from_lane(x, source % 32); }
+template <class T> T __shfl_sync(unsigned, T x, int source, int width = 32) {
+  return emu::from_lane(x, emu::lane() / width * width + source % width);
+}
 template <class T> T __shfl_up_sync(unsigned, T x, int step, int width = 32) {
   return emu::from_lane(x, emu::lane() % width >= step ? emu::lane() - step : emu::lane());
 }

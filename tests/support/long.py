@@ -35,10 +35,12 @@ def attend_long(
     has_trees: bool = False,
     bound: int = BOUND,
     ranges: int = 1,
+    room: int | None = None,
 ) -> list[torch.Tensor]:
     """The rows of the parts where a thread block has `rows` of them (of long_batch.cu, if long.cu
-    has no such binary) and so many share a context (0: as many as a step chooses), with two tokens
-    and one request of padding. ranges: of all tiles, where nobody shares one."""
+    has no such binary) and so many share a context, of long.cu for each on average (0: as many as a
+    step chooses), with two tokens and one request of padding. ranges: of all tiles, where nobody
+    shares one. room: for that many stored work items of a KV head and a block of rows."""
     step, call = world.step(parts), world.call(parts, 2)
     env = replace(world.env(step, 1), use_pdl=True)
     counts = {"num_tokens": step.num_tokens + 2, "num_requests": step.num_requests + 1}
@@ -55,25 +57,23 @@ def attend_long(
                     call, env, shape, *own, long.MAX_TREE, within_us=math.inf
                 )
     assert launch is not None
-    if splits:
-        tiles = -(-bound // KEYS)
-        entries = (
-            long.most_entries(tiles, splits, has_trees)
-            if kernel is long
-            else long_batch.most_entries(tiles, splits)
-        )
-        spec = launch.spec
-        if kernel is long:
-            (variant,) = [v for v in long.VARIANTS if v.rows == rows]
-            alone = splits == 1 and variant.warpgroups == 1 and not has_trees
-            spec = long.long_spec(call, env.limits, variant, has_trees=has_trees, alone=alone)
+    if splits and kernel is long:
+        (variant,) = [v for v in long.VARIANTS if v.rows == rows]
+        alone = splits == 1 and variant.warpgroups == 1 and not has_trees
+        spec = long.long_spec(call, env.limits, variant, has_trees=has_trees, alone=alone)
         at = spec.arguments.index("i32") + 3
-        arguments = [*launch.arguments[:at], entries, *launch.arguments[at + 1 :]]
-        grid = (splits, launch.grid[1], launch.grid[2])
-        if kernel is long:
-            rows_of_head = -(-max(count for *_, count in parts) // launch.arguments[at - 2])
-            heads = int(call.attributes["num_kv_heads"])
-            grid = (splits, heads * rows_of_head, counts["num_requests"])
-            grid = (ranges, 1, 1) if alone else grid
-        launch = replace(launch, spec=spec, grid=grid, arguments=tuple(arguments))
+        heads, requests = int(call.attributes["num_kv_heads"]), counts["num_requests"]
+        heads *= -(-max(count for *_, count in parts) // launch.arguments[at - 2])  # blocks of rows
+        grid = (splits * requests, heads, 1) if splits > 1 else (1, heads, requests)
+        grid = (ranges, 1, 1) if alone else grid
+        room = launch.arguments[at] if room is None else room
+        arguments = (*launch.arguments[:at], room, *launch.arguments[at + 1 :])
+        launch = replace(launch, spec=spec, grid=grid, arguments=arguments)
+    elif splits:
+        entries = long_batch.most_entries(-(-bound // KEYS), splits)
+        launch = replace(
+            launch,
+            grid=(splits, *launch.grid[1:]),
+            arguments=(*launch.arguments[:-1], entries),
+        )
     return run_one(launch, call, env, parts, execute)

@@ -13,9 +13,10 @@
 // (as the cache has them), ALONE (no context is shared), TREE (whether requests may have trees: tail.cuh), TAIL_TILES
 // (of a context that take as long as the keys from a tree's root's tile on), WINDOW_TILES, SHARED_BYTES, UNIT,
 // MOST_UNIT, K_SCALE, V_SCALE, STATIC.
-// Grid: splits, KV heads * blocks of rows, requests; or ranges, of `num_requests`. Counters are zero before and after.
+// Grid: thread blocks that share all contexts of a KV head and a block of rows (shares.cuh), KV heads * blocks of rows; or one
+// each, KV heads * blocks of rows, requests; or ranges. Counters are zero before and after.
 
-#include "ops/paged_attention/long/merge.cuh"
+#include "ops/paged_attention/long/shares.cuh"
 #if TREE
 #include "ops/paged_attention/long/tail.cuh"
 #endif
@@ -47,8 +48,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   launch_dependents();
   const Tiles shared = {shared_address(memory)};
   if (threadIdx.x == 0) shared.init_barriers();
-#if ALONE
+#if TREE
+  const columns::StepTrees trees = {tree_start, tree_root, paths, path_stride};
+  const Requests requests = {cu_q, kv_lens, table_stride, block_tokens, max_tokens, num_requests, trees};
+#else
   const Requests requests = {cu_q, kv_lens, table_stride, block_tokens, max_tokens, num_requests};
+#endif
+#if ALONE
   volatile Range& range = *(volatile Range*)(memory + RANGE_AT);
   if (threadIdx.x / 32 == 1) find_range(range, requests);
   __syncthreads();
@@ -63,31 +69,15 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
   attend_range(shared, memory, requests, q, v_scale, out_scale, out, position_ids, partial, counters, scale);
 #else
+  Place& placed = *(Place*)(memory + PLACE_AT);
+  if (threadIdx.x / 32 == 1) find_place(placed, requests, max_entries);
   __syncthreads();
-  const int request = blockIdx.z, head = blockIdx.y % HEADS;
-  const int first_token = blockIdx.y / HEADS * block_tokens;
-#if TREE
-  const columns::StepTrees trees = {tree_start, tree_root, paths, path_stride};
-  const Numbers numbers = trees.load_numbers(cu_q, kv_lens, request);
-#else
-  const Numbers numbers = {load_int(cu_q + request), load_int(cu_q + request + 1),
-                           load_int(kv_lens + request)};
-#endif
+  if (placed.count == 0) return;
+  const Numbers numbers = placed.context.numbers;
+  const int head = blockIdx.y % HEADS, first_token = blockIdx.y / HEADS * block_tokens;
+  const int request = placed.request, limit = placed.context.limit, tiles = placed.context.tiles;
   const int count = numbers.end - numbers.start;
-  const int limit = min(numbers.limit, table_stride * TOKENS_PER_BLOCK);
-  if (count > max_tokens || first_token >= count || limit <= 0) return;
-  const int group = blockIdx.z * gridDim.y + blockIdx.y;
-  const int splits = gridDim.x, nth = blockIdx.x;
-  const int all_tiles = (limit + KEYS - 1) / KEYS;
-#if TREE
-  const int tiles = min(columns::TreePaths::first_tile(numbers), all_tiles);
-  const int end = min(all_tiles, tiles + WINDOW_TILES);
-#else
-  const int tiles = all_tiles, end = all_tiles;
-#endif
-  constexpr int MORE = TREE ? TAIL_TILES : 0;
-  Share share;
-  share.divide(tiles, MORE, nth, splits);
+  const Share share = placed.share;
   if (threadIdx.x < THREADS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
     const int own_tiles = max(min(numbers.limit - count, limit), 0) / KEYS;
@@ -101,15 +91,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   Part part;
   part.head = head, part.token = numbers.start + first_token;
   part.rows = min(block_tokens, count - first_token) * GROUP;
-  part.merges = nth == 0;
+  part.merges = placed.nth == 0;
   const int entry_rows = block_tokens * GROUP;
-  const long long rows = (long long)max_entries * entry_rows;  // of a block of rows
-  part.entries.rows = entry_rows;
-  part.entries.sums = partial + group * rows * SIZE;
+  const long long entry = blockIdx.y * (long long)max_entries + placed.first_entry;
+  part.entries.rows = entry_rows, part.entries.first_unit = placed.first_unit;
+  part.entries.sums = partial + entry * entry_rows * SIZE;
   part.entries.states =
-      (float2*)(partial + (long long)gridDim.y * gridDim.z * rows * SIZE) + group * rows;
-  const int first_end = Share::border(tiles, MORE, 1, splits);
-  part.entries.first_unit = count_units(first_end + 1) - 1;
+      (float2*)(partial + (long long)gridDim.y * max_entries * entry_rows * SIZE) + entry * entry_rows;
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
   State all;
   {
@@ -124,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
     all.clear();
 #if TREE
     const Tail tail(memory, numbers);
-    const bool has_tail = nth == splits - 1;
+    const bool has_tail = placed.nth == placed.count - 1;
     // The root's work item, if it begins before the root's tile.
     const int root_unit = tail.paths.root_unit();
     const int held = has_tail && unit_start(root_unit) < tiles ? root_unit : -1;
@@ -133,26 +121,29 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
     if (has_tail) {
       const int* table = block_tables + (long long)request * table_stride;
       const Sources from = {q, cache, position_ids, trees, table, table_stride, num_pages, num_tokens};
-      attend_tail(tail, part, is_held, all, unit, from, first_token, end, scale);
+      attend_tail(tail, part, is_held, all, unit, from, first_token, placed.context.end, scale);
     }
 #else
     attend_share(shared, share, part, queries, full_tiles, last_key, scale, -1, parity, all, unit);
 #endif
   }
-  if (part.merges && splits > 1) store_entry(part, 0, all, all.weighed());
-  if (splits == 1) {
+  const volatile Place& place = placed;  // read again, because keeping it through the loop would cost registers
+  const int sharing = place.count;
+  if (part.merges && sharing > 1) store_entry(part, 0, all, all.weighed());
+  if (sharing == 1) {
     const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
     const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
     write_merged(all, part, out, value_scale, quanta);
     return;
   }
-  int* counter = counters + group * 32;  // one cache line each
-  meet_shares(counter, splits);
+  int* counter = counters + (place.request * gridDim.y + blockIdx.y) * 32;  // one cache line each
+  meet_shares(counter, sharing);
   // Read here, because keeping them through the loop would cost registers.
   const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
   const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
-  merge_entries(shared, memory, part, count_units(end) - part.entries.first_unit + 1, nth, splits,
-                out, value_scale, quanta);
-  leave_shares(counter, splits);
+  const bool drops = (long long)place.all_entries * part.rows * gridDim.y * (SIZE * 4) > MANY_BYTES;
+  merge_entries(shared, memory, part, part.entries.of(count_units(place.context.end)), place.nth, sharing, drops, out,
+                value_scale, quanta);
+  leave_shares(counter, sharing);
 #endif
 }

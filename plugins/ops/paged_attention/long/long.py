@@ -60,12 +60,13 @@ class Variant:
         return WARPGROUP_ROWS * self.warpgroups
 
     def shared_bytes(self, size: int) -> int:
-        """Tiles as operands and as bytes, queries, barriers, and the range of a thread block."""
+        """Tiles as operands and as bytes, queries, barriers, and what a thread block has."""
         tile = 2 * KEYS * size
         operands = STAGES * 2 * tile + self.rows * size * 2
-        return operands + self.byte_slots * tile + 4 * 8 * STAGES + 16
+        return operands + self.byte_slots * tile + 4 * 8 * STAGES + _PLACE_BYTES
 
 
+_PLACE_BYTES = 80
 STAGES = 2  # tiles of keys, and of values, as operands
 VARIANTS = (Variant(1, 2, 2, 1.5, 1.58), Variant(2, 1, 8, 1.21, 1.27))
 WINDOW_TILES = 3  # from a tree's root's on
@@ -89,7 +90,7 @@ class Cut(Generic[AnyVariant]):
     variant: AnyVariant
     block_tokens: int  # of a request, in a thread block
     num_blocks: int  # of rows of a request
-    splits: int  # thread blocks that share a context
+    splits: int  # thread blocks that share a context, if all are as long as the longest may be
     entries: int  # stored work items of a context, at most; 0 where nobody shares one
     us: float  # about what it takes
     lacks_room: bool = False  # more would share it if there were room for their work items
@@ -155,6 +156,8 @@ def long_launch(
         tokens = min(call.inputs["q"].shape[0], step.position_ids.shape[0])
         places = (step.tree_start, step.tree_root, step.paths, step.paths.stride(0))
         trees = (env.kv_cache[0].shape[0], tokens, *places)
+    size = int(call.attributes["head_size"])
+    rows = int(call.attributes["num_kv_heads"]) * cut.num_blocks
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *tensors,
         *partials,
@@ -162,16 +165,21 @@ def long_launch(
         step.block_tables.stride(0),
         cut.block_tokens,
         short,
-        cut.entries,
+        partials[0].numel() // (rows * cut.block_tokens * group_size(call) * (size + 2)),
         shape.num_requests,
         *trees,
     )
-    rows = int(call.attributes["num_kv_heads"]) * cut.num_blocks
     alone = not has_trees and cut.splits == 1 and _may_be_alone(limits, cut.variant)
     spec = long_spec(call, limits, cut.variant, has_trees=has_trees, alone=alone)
-    grid = (cut.splits, rows, shape.num_requests)
+    at_once = cut.variant.blocks * limits.num_sms
     if alone:  # of ranges of all tiles
-        grid = (min(rows * shape.num_requests, cut.variant.blocks * limits.num_sms), 1, 1)
+        grid = (min(rows * shape.num_requests, at_once), 1, 1)
+    elif shape.num_requests == 1:
+        grid = (cut.splits, rows, 1)
+    elif at_once // rows > shape.num_requests:  # all share all contexts
+        grid = (at_once // rows, rows, 1)
+    else:
+        grid = (1, rows, shape.num_requests)
     return Launch(spec, grid, arguments)
 
 

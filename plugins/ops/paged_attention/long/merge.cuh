@@ -82,15 +82,14 @@ struct RowFactors {
   }
 };
 
-// Merges and writes what thread block `nth` of `num_shares` takes of the rows' pieces.
+// Merges and writes what thread block `nth` of `num_shares` takes of the rows' pieces. `drops`: L2 is too small for what has
+// been stored in this launch, so lines leave it (fewer stay there until the next layer's).
 DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int count, int nth,
-                        int num_shares, OUT_TYPE::Storage* out, float value_scale, float quanta) {
+                        int num_shares, bool drops, OUT_TYPE::Storage* out, float value_scale, float quanta) {
   const Entries& entries = part.entries;
   const int pieces = 4 * part.rows, each = (pieces + num_shares - 1) / num_shares;
   const int end = min((nth + 1) * each, pieces), thread = threadIdx.x - THREADS;
   Factor* factors = (Factor*)(memory + Tiles::FACTORS_AT);
-  // Whether L2 is too small for what has been stored in this launch (fewer stay there until the next layer's).
-  const bool drops = (long long)count * part.rows * (gridDim.y * gridDim.z) * (SIZE * 4) > MANY_BYTES;
 #pragma unroll 1
   for (int first = nth * each; first < end; first += AT_ONCE) {
     const int piece = first + thread / PIECE_THREADS, row = piece / 4, first_row = first / 4;

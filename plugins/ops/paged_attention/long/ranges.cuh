@@ -4,7 +4,7 @@
 // goes on from there. So no work item is stored, and every thread block has as much to do, however long contexts are.
 #pragma once
 
-#include "ops/paged_attention/long/merge.cuh"
+#include "ops/paged_attention/long/shares.cuh"
 
 constexpr int EXTRA = 2;  // tiles that take as long as what a context needs besides its own
 
@@ -15,11 +15,6 @@ struct Range {
 };
 constexpr int RANGE_AT = Tiles::BYTES;
 static_assert(RANGE_AT + sizeof(Range) <= SHARED_BYTES, "room for all of it");
-
-struct Requests {
-  const int *cu_q, *kv_lens;
-  int table_stride, block_tokens, max_tokens, count;
-};
 
 // A walk through the contexts of a range: a KV head of a block of a request's rows each.
 struct Contexts {
@@ -68,16 +63,6 @@ struct Contexts {
     return its;
   }
 };
-
-// The sum of a number of all lanes up to the own.
-DEVICE int sum_to_here(int x) {
-#pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    const int left = __shfl_up_sync(~0u, x, lanes);
-    if (lane_id() >= lanes) x += left;
-  }
-  return x;
-}
 
 // By one warp. No range is shorter than a work item, so each has some of every context that it divides.
 DEVICE void find_range(volatile Range& range, const Requests& all) {

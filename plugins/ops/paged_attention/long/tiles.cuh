@@ -56,7 +56,7 @@ struct Share {
   // Where share `nth` of `count` begins, of `tiles` of a context: where a work item does. What follows the tiles is the
   // last share's, and takes as long as `more` tiles.
   DEVICE static int border(int tiles, int more, int nth, int count) {
-    const int tile = min(int((long long)(tiles + more) * nth / count), tiles);
+    const int tile = min((tiles + more) * nth / count, tiles);
     return nth == count ? tiles : unit_start(count_units(tile + 1) - 1);
   }
   DEVICE void divide(int tiles, int more, int nth, int count) {

@@ -75,13 +75,14 @@ def test_products_follow_each_other_while_weights_are_made(sizes):
     ("sizes", "requests", "tokens", "context", "wanted"),
     [
         (NARROW, 1, 11, CONTEXT, (64, 33, 8, 1)),
-        (NARROW, 8, 11, CONTEXT, (64, 4, 8, 8)),
+        (NARROW, 8, 11, CONTEXT, (64, 33, 8, 1)),  # all share all contexts
         (NARROW, 64, 11, CONTEXT, (64, 264, 1, 1)),  # ranges of all tiles
         (NARROW, 1, 17, CONTEXT, (128, 16, 8, 1)),
         (WIDE, 1, 11, CONTEXT, (128, 16, 8, 1)),
         (WIDE, 1, 17, CONTEXT, (64, 11, 24, 1)),  # three blocks of up to 64 rows
         (WIDE, 1, 8, 8192, (64, 33, 8, 1)),
-        (WIDE, 12, 16, CONTEXT, (128, 1, 8, 12)),
+        (WIDE, 12, 16, CONTEXT, (128, 16, 8, 1)),
+        (WIDE, 16, 16, CONTEXT, (128, 1, 8, 16)),
     ],
     ids=str,
 )
@@ -102,7 +103,7 @@ def test_contexts_that_nobody_shares_have_a_binary_of_their_own():
         (WIDE, 1, (128, 8, 16, 1)),
         (WIDE, 8, (128, 1, 16, 8)),
         (NARROW, 1, (128, 16, 8, 1)),
-        (NARROW, 8, (128, 2, 8, 8)),
+        (NARROW, 8, (128, 16, 8, 1)),
         (NARROW, 64, (128, 1, 8, 64)),
     ],
     ids=str,
@@ -112,8 +113,9 @@ def test_trees_are_shared_as_chains_are(sizes, requests, wanted):
 
 
 def test_rows_are_divided_where_contexts_cannot_be():
-    """Work items of 8 trees of 32 of 8B in 131,072 tokens would be 600 MB."""
-    assert tree(world_of(NARROW, drafts=31, longest=131_072), 8, 32, 131_072) == (64, 1, 16, 8)
+    """Work items of 8 trees of 32 of 8B in 131,072 tokens would be 600 MB. There is room for those
+    of shorter ones."""
+    assert tree(world_of(NARROW, drafts=31, longest=131_072), 8, 32, 131_072) == (64, 16, 16, 1)
 
 
 def test_other_steps_are_those_of_other_kernels():

@@ -38,15 +38,15 @@ def attend(
     *,
     rows: int = BLOCK_ROWS[-1],
     has_trees: bool = False,
-    ranges: int = 1,
+    **more: int | None,
 ) -> list[torch.Tensor]:
     """The rows of the parts, with copies done early or late."""
-    many = splits * ranges
 
     def execute(launches: Sequence[Launch]) -> None:
+        many = launches[0].grid[0]
         emulated_warps.run(launches, many, is_late=many % 2 == 0, together=many)
 
-    return attend_long(world, parts, execute, splits, rows=rows, has_trees=has_trees, ranges=ranges)
+    return attend_long(world, parts, execute, splits, rows=rows, has_trees=has_trees, **more)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,27 @@ def test_contexts_divided_in_any_way(group, tokens, lengths, sizes, rows):
     for request, length in enumerate(lengths):  # alone, with fewer tokens
         (few,) = attend(world, [(request, length - 1, 1)], 2, rows=rows)
         assert same_bits(few, whole[(request + 1) * tokens - 1 : (request + 1) * tokens])
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "lengths", "sizes"),
+    [
+        (4, 11, (5000, 70, 11), {}),  # some have several thread blocks, others one
+        (8, 17, (1500, 333, 1000), {"tokens_per_block": 128}),  # several blocks of rows
+        (1, 3, (900, *(3 + n for n in range(36))), {"kv_heads": 1}),  # more than a warp has lanes
+    ],
+    ids=str,
+)
+def test_contexts_of_different_lengths_shared_by_all(group, tokens, lengths, sizes):
+    """And where there is no room, or little, for stored work items."""
+    world = world_of(group, lengths, max_batch_size=64, **sizes)
+    parts = [(request, length - tokens, tokens) for request, length in enumerate(lengths)]
+    wanted = torch.cat(attend(world, parts, 1, rows=64))
+    for splits in (2, 3, 4):
+        for room in (None, 0, 20):
+            found = torch.cat(attend(world, parts, splits, rows=64, room=room))
+            assert same_bits(found, wanted), (splits, room)
+            assert not any(x.any() for name, x in world.scratch.items() if "counters" in name)
 
 
 @pytest.mark.parametrize(
