@@ -27,10 +27,16 @@ from llmctl.publish import (
 
 _STANDARD = {"/dev/stdout": 1, "/dev/stderr": 2}
 
+# Names that files of checkpoints, engines and tokenizers have, and results do not.
+_MODEL_FILE = re.compile(
+    r".*\.(engine|safetensors(\.index\.json)?)|(hf_quant_|generation_)?config\.json"
+    r"|tokenizer(_config)?\.json"
+)
+
 
 def require_writable(*paths: Path, source: Path | None = None) -> None:
     """Refuse output files that cannot be written, before anything runs; also two that are the same
-    file, or one that is `source`, which is read. Raises BadConfig."""
+    file, one that is `source`, which is read, or one in place of a model's. Raises BadConfig."""
     seen: list[Path] = []
     for path in paths:
         try:
@@ -68,8 +74,16 @@ def _require_one(path: Path) -> Path:
     folder = final.parent
     if len(os.fsencode(final.name)) > MOST_NAME:
         raise BadConfig(f"{path} cannot be written: its name has over {MOST_NAME} bytes")
-    if not folder.is_dir() or path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    if path.is_dir():
+        raise BadConfig(f"{path} cannot be written: it is a folder; the name of a file is wanted")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise BadConfig(f"{path} cannot be written: {folder} must be a writable folder")
+    if final.exists() and _MODEL_FILE.fullmatch(final.name):
+        raise BadConfig(
+            f"{path} is there, and its name is that of a file of a checkpoint or an engine; it is "
+            "not replaced",
+            fix="another name for the output, or remove that file first",
+        )
     if final.exists() and not (os.access(final, os.W_OK) and _may_replace(final)):
         raise BadConfig(f"{path} cannot be written: it is another user's, or read-only")
     return final

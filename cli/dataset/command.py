@@ -186,6 +186,10 @@ def text(
         output_lengths=lengths("--output-len-dist", output_len_dist),
     )
     chosen = context.obj
+    if chosen.output is not None:
+        from llmctl.cli.output_files import require_writable
+
+        require_writable(chosen.output, source=input_file)
     _write(chosen, text_rows(options, _tokenizer(chosen), chosen.seed))
 
 

@@ -57,6 +57,15 @@ def test_random_prompts_hold_every_ordinary_token_and_no_special_one(make, demo)
     assert seen == set(range(len(full))) - set(full.all_special_ids)
 
 
+def test_the_text_is_not_replaced_by_the_rows_made_of_it(llmctl, demo, tmp_path):
+    text = tmp_path / "prompts.txt"
+    text.write_text("def f(x):\n")
+    words = f"--tokenizer {demo} --output {text} text --input-file {text} --output-len-dist 6,0"
+    done = llmctl("dataset", *words.split())
+    assert done.code == 2 and "is read, and would be replaced" in done.err
+    assert text.read_text() == "def f(x):\n"
+
+
 def test_a_seed_makes_the_same_rows_and_another_seed_others(make):
     words = f"{NORMAL} --num-requests 5"
     assert make(words) == make(f"--random-seed 420 {words}")

@@ -17,9 +17,31 @@ from llmctl.errors import BadConfig
 
 def test_an_output_path_without_a_folder_is_refused_before_anything_runs(tmp_path):
     require_writable(tmp_path / "x.csv")
-    for path in (tmp_path / "none" / "x.csv", tmp_path):
-        with pytest.raises(BadConfig, match="cannot be written"):
+    for path, reason in ((tmp_path / "none" / "x.csv", "writable folder"), (tmp_path, "a folder;")):
+        with pytest.raises(BadConfig, match=f"cannot be written: .*{reason}"):
             require_writable(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank0.engine",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "tokenizer.json",
+    ],
+)
+def test_an_output_does_not_replace_a_file_of_a_model(tmp_path, name):
+    """`--output-csv out/target/rank0.engine` destroyed the engine that it had just run."""
+    path, link = tmp_path / name, tmp_path / "x.csv"
+    require_writable(path)  # nothing is lost: it is not there
+    path.write_text("weights")
+    link.symlink_to(path)
+    for output in (path, link):
+        with pytest.raises(BadConfig, match="not replaced"):
+            require_writable(output)
+    require_writable(tmp_path / "config.json.html", tmp_path / "my.engine.csv")
 
 
 def test_links_devices_and_pipes_stay_what_they_are(tmp_path):
