@@ -64,6 +64,22 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if not 0 < self.rank_timeout_s < 1e6:  # also NaN
             raise BadConfig(f"--rank-timeout is {self.rank_timeout_s}; more than 0 s is wanted")
+        if self.max_step_ms is not None:
+            self._check_step_limit(self.max_step_ms)
+
+    def _check_step_limit(self, max_step_ms: float | Literal["auto"]) -> None:
+        """What the scheduler would find only when the weights are loaded."""
+        if max_step_ms != "auto" and not 0 < max_step_ms < 1e9:  # also NaN
+            raise BadConfig(
+                f"--max-step-ms is {max_step_ms:g}; a time above 0 ms, or auto, is wanted",
+                fix="leave --max-step-ms out for the largest chunks",
+            )
+        if not self.enable_chunked_context:
+            raise BadConfig(
+                "--max-step-ms shrinks the chunks of prompts, and --no-enable-chunked-context has "
+                "none",
+                fix="leave one of the two out",
+            )
 
     @property
     def folders(self) -> dict[str, Path]:

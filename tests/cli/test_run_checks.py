@@ -80,6 +80,19 @@ def test_bad_values_are_usage_errors(run, argv, words):
     assert done.code == 2 and words in done.err and done.out == ""
 
 
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--max-step-ms", "0"], "--max-step-ms is 0; a time above 0 ms, or auto, is wanted"),
+        (["--max-step-ms", "nan"], "--max-step-ms is nan"),
+        (["--max-step-ms", "auto", "--no-enable-chunked-context"], "leave one of the two out"),
+    ],
+)
+def test_a_step_limit_that_cannot_be_kept_is_refused_before_any_weight_is_read(run, argv, words):
+    done = run(*TWO, *argv)
+    assert done.code == 2 and words in done.err and "weights" not in done.err
+
+
 def test_json_and_streaming_do_not_go_together(run):
     done = run("--json", "--streaming")
     assert done.code == 2 and json.loads(done.out)["error"]["name"] == "BadConfig"
