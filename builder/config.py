@@ -84,12 +84,12 @@ class BuildRequest:
             _choice("speculative_decoding_mode", self.speculative_decoding_mode, known)
         _only("max_beam_width", self.max_beam_width, 1, "beam search is not in this version")
         _only("logits_dtype", self.logits_dtype, "float32", "sampling works on float32 logits")
-        _only(
-            "gather_context_logits",
-            self.gather_context_logits,
-            False,
-            "logits are computed for the last prompt token and for generated tokens",
-        )
+        if self.gather_context_logits:
+            raise Unsupported(
+                "--gather-context-logits is refused: logits are computed for the last prompt token "
+                "and for generated tokens",
+                fix="leave --gather-context-logits out",
+            )
         if not SPECULATIVE_MODES[self.mode].is_available:
             raise Unsupported(
                 f"--speculative-decoding-mode {self.mode} is not in this version; "

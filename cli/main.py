@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any
 
 import typer
 
@@ -161,14 +162,26 @@ def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
             name, fix = Unsupported.__name__, f"leave {option} out"
             return _report(name, f"{option} is not available: {reason}", fix, EXIT_USAGE, is_json)
     describe: Callable[[], str] = getattr(error, "format_message", lambda: str(error))
-    context = getattr(error, "ctx", None)
-    path = getattr(context, "command_path", "llmctl")
-    message, param = describe(), getattr(error, "param", None)
+    context: Any = getattr(error, "ctx", None)
+    path = getattr(context, "command_path", command_path(argv))
+    message, param = _with_found(describe(), error), getattr(error, "param", None)
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+        message = f"a command is missing: {' or '.join(context.command.commands)}"
     typed = {word.partition("=")[0].replace("_", "-") for word in argv}
     of_file = getattr(context, "default_map", None) or {}
     if param is not None and param.name in of_file and not typed.intersection(param.opts):
         message += f" (in {config_file.given_path(argv)})"
     return _report("Usage", message, f"see: {path} --help", EXIT_USAGE, is_json)
+
+
+def _with_found(message: str, error: Exception) -> str:
+    """The message with the value that was refused, where typer took it from pydantic: that says
+    only what is wanted."""
+    list_errors = getattr(error.__cause__, "errors", None)
+    refused = list_errors() if list_errors is not None else ()
+    found = repr(refused[0]["input"])[:100] if refused else ""
+    message = message.replace("Value error, ", "")
+    return message if found in message else f"{message}; found {found}"
 
 
 def _report_unnamed(error: Exception, is_json: bool) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import time
@@ -110,14 +109,6 @@ def test_options_of_trtllm_bench_that_do_not_apply_are_refused_with_a_reason(llm
     ):
         done = llmctl("bench", "latency", "--engine_dir", engines.target, option, "x")
         assert done.code == 2 and "error[Unsupported]" in done.err and said in done.err
-
-
-@pytest.mark.parametrize("command", ["latency", "throughput"])
-def test_no_option_is_both_refused_and_defined(llmctl, command):
-    from llmctl.cli.refused import _BENCH_REASONS
-
-    defined = set(re.findall(r"--([a-z-]+)", llmctl("bench", command, "--help-all").out))
-    assert defined and not defined & set(_BENCH_REASONS)
 
 
 def test_an_empty_dataset_is_explained_by_the_redirection_that_left_it(llmctl, engines, tmp_path):
