@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine, read_engine_config
+from llmctl.builder.engine_kernels import meta_cache, meta_step, plan_chains
+from llmctl.builder.meta_calls import without_memory
 from llmctl.builder.planted import LoadFormat
+from llmctl.builder.step_limits import step_limits
 from llmctl.cli.build.dry_run import choose_memory, plan_memory
 from llmctl.cli.build.dry_run_text import engine_lines
 from llmctl.cli.inspect.cost import Step, step_bytes
 from llmctl.cli.inspect.engine import describe_layers
 from llmctl.cli.inspect.prediction import predict_step
+from llmctl.plugins.backends.cuda.kernel_spec import LaunchEnv, StepShape
+from llmctl.plugins.fused.decoder_layers.kernel import chain_launch
 from llmctl.runtime.engines.engine import kv_bytes_per_block
 from scripts.bench.plan_support import write_config
 from scripts.models.planted_shapes import SHAPES
@@ -126,14 +133,30 @@ def test_a_step_of_four_bit_weights_reads_four_bits_and_their_powers(tmp_path, h
     assert down["weight_bytes"] == 4096 * 14336 * 17 // 32 + 4 * 4096 + 4
 
 
+def one_launch_bytes(engine: EnginePlan) -> int:
+    """What binaries that compute all layers in one launch keep between their launches."""
+    limits, sizes = step_limits(engine.plan, engine.limits.to_dict()), {}
+
+    def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        sizes[name] = math.prod(shape) * dtype.itemsize
+        return without_memory(shape, dtype)
+
+    cache = meta_cache(engine.plan, limits)
+    env = LaunchEnv(meta_step(limits), cache, limits, "tokens", scratch)
+    for chain in plan_chains(engine.plan, limits):
+        chain_launch(chain, env, StepShape(chain.tokens, 1, 1, chain.tokens, chain.tokens))
+    return sum(sizes.values())
+
+
 def test_the_memory_plan_counts_four_bits_and_what_prompts_expand_them_to(tmp_path):
     plans = [plan_8b(tmp_path, name) for name in ("fp8", "w4a8_mxfp4_fp8")]
     memory = choose_memory("cuda", "h200", None)
     fp8, mxfp4 = (plan_memory(plan, memory, tmp_path / "engine") for plan in plans)
     layer = (6144 + 4096 + 2 * 14336) * 4096 + 4096 * 14336
     assert mxfp4["weight_bytes"] - fp8["weight_bytes"] == -32 * layer * 15 // 32
-    # A layer's four weights in FP8. FP8 has one more binary of the one launch, with its memory.
-    assert 0 <= layer - (mxfp4["scratch_bytes"] - fp8["scratch_bytes"]) < 2 << 20
+    # A layer's four weights in FP8; and the models have other binaries of the one launch.
+    own = one_launch_bytes(plans[1]) - one_launch_bytes(plans[0])
+    assert mxfp4["scratch_bytes"] - fp8["scratch_bytes"] == layer + own
     assert mxfp4["graph_bytes"] == fp8["graph_bytes"]  # one request: no step in a graph expands
     summary = plans[1].summary()["weight_bytes"]  # without the gaps that align tensors
     assert summary == pytest.approx(mxfp4["weight_bytes"], rel=1e-4)
