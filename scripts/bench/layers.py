@@ -2,13 +2,15 @@
 
     python -m scripts.bench.layers 1b 3b 8b [--qformat w4a8_mxfp4_fp8] [--contexts 1,64,1000]
         [--tokens 2] [--times 1000,2000,4000] [--pace 3_3_5_8_1,5_3_7_0_0]
-        [--output plugins/fused/decoder_layers/tactics.json]
+        [--own-binary 1024,2048] [--output plugins/fused/decoder_layers/tactics.json]
 
-Models of these shapes get random weights. Reports for each context whether logits and KV cache
-have the same bits either way, and the time of a step with one token in a CUDA graph of ten beside
-what a plain read of the same bytes takes; ends with 1 where bits differ. --pace: first chooses
-how weights are loaded (`Pace`), by the time at the first context. --output stores that and the
-times, each for all contexts that are padded to the same length; by them `llmctl build` decides.
+Models of these shapes get random weights. Reports for each context whether logits and KV cache have
+the same bits either way, and the time of a step with one token in a CUDA graph of ten beside what a
+plain read of the same bytes takes; ends with 1 where bits differ. --pace: first chooses how weights
+are loaded (`Pace`), by the time at the first context. --own-binary: lengths that steps are padded
+to and that get a binary compiled for contexts up to there; by default those of tactics.json, and ""
+for none. --output stores all that and the times, each for all contexts that are padded to the same
+length; by them `llmctl build` decides.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 
 from llmctl.plugins.backends.cuda.read_rate import read_bandwidth
 from llmctl.plugins.fused.decoder_layers.kernel import TOKENS
-from llmctl.plugins.fused.decoder_layers.tactics import Pace, shape_key
+from llmctl.plugins.fused.decoder_layers.tactics import Pace, divided, shape_key
 from llmctl.plugins.schemes.table import FP8, quantized_schemes
 from llmctl.quantize.format import find_scheme
 from llmctl.runtime.engines.graphs import kv_bucket
@@ -38,6 +40,21 @@ ROUNDS = 3  # of choosing
 def pace_of(text: str) -> list[Pace]:
     """The candidates of an option."""
     return [Pace(*map(int, each.split("_"))) for each in text.split(",")]
+
+
+def lengths_of(text: str) -> list[int]:
+    """Of an option, the shortest first."""
+    return sorted(int(each) for each in text.split(",") if each)
+
+
+def give_own_binaries(model: Model, contexts: Sequence[int], own: Sequence[int]) -> None:
+    """One launch for steps of all these contexts: with a binary for those padded to each of `own`,
+    and one for the others."""
+    padded = sorted({kv_bucket(context, model.program.limits) for context in contexts})
+    if not set(own) <= set(padded):
+        raise SystemExit(f"--own-binary is {own}; --times are padded to {padded}")
+    gains = tuple((most, True) for most in padded)
+    model.set_tactics(divided(gains, model.chains[0].tactic.pace, own))
 
 
 def choose_pace(model: Model, context: int, tokens: int, candidates: Sequence[Pace]) -> None:
@@ -62,16 +79,19 @@ def main() -> None:
     parser.add_argument("--contexts", default="1,2,63,64,65,700,1000,1024,1025,1999,3001,4095")
     parser.add_argument("--times", default="1000,2000,4000")
     parser.add_argument("--pace", type=pace_of, default=[])
+    parser.add_argument("--own-binary", type=lengths_of)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     tokens = arguments.tokens
-    stored, chosen = {}, {}
+    stored, chosen, apart = {}, {}, {}
     failed = False
     bandwidth = median(read_bandwidth())
     print(f"a plain read: {bandwidth:.3f} TB/s")
     for name in arguments.shapes:
         model = Model(name, tokens, qformat=arguments.qformat)
         assert model.chains, f"{name}: its layers are none that one launch can take"
+        if arguments.own_binary is not None:
+            give_own_binaries(model, lengths_of(arguments.times), arguments.own_binary)
         if arguments.pace:
             context = int(arguments.times.partition(",")[0])
             choose_pace(model, context, tokens, arguments.pace)
@@ -103,12 +123,16 @@ def main() -> None:
             print(f"{name} at {context}: least, median, most ms a step: {told}", flush=True)
         stored[shape_key(layers[0], tokens)] = times
         chosen[shape_key(layers[0], tokens)] = tactic.pace
+        if arguments.own_binary is not None:
+            apart[shape_key(layers[0], tokens)] = arguments.own_binary
         del model, layers
         torch.cuda.empty_cache()
     if arguments.output is not None:
         found = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
         found["ms"] = {**found.get("ms", {}), **stored}
         found["pace"] = {**found.get("pace", {}), **chosen}
+        own = {**found.get("own_binary", {}), **apart}
+        found["own_binary"] = {key: lengths for key, lengths in own.items() if lengths}
         weights = find_scheme(arguments.qformat)
         of = f"_{weights.name}" * (weights is not FP8) + f"_n{tokens}" * (tokens > 1)
         found[f"measured{of}"] = provenance()
