@@ -23,6 +23,7 @@ from llmctl.quantize.format import ROPE_FIELDS, ROPE_NUMBERS, check_fields, show
 if TYPE_CHECKING:
     import torch
 
+OTHER_MODEL = "use a checkpoint of a model that README.md lists"  # no option helps
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _REQUIRED = {
     "default": (),
@@ -156,18 +157,22 @@ def read_rope(config: Mapping[str, Any], default_theta: float, where: str) -> Ro
     if nested:
         raise Unsupported(
             f"{where}: the RoPE parameters have others under {shown(nested[0])}; one RoPE for all "
-            "layers is supported"
+            "layers is supported",
+            fix=OTHER_MODEL,
         )
     if not {"rope_type", "type"} & set(scaling) and "factor" in scaling:
         raise CorruptFile(f"{where}: the RoPE parameters have a factor and no rope_type")
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise Unsupported(
-            f"{where}: rope_type is {shown(rope_type)}; supported: {', '.join(ROPE_TYPES)}"
+            f"{where}: rope_type is {shown(rope_type)}; supported: {', '.join(ROPE_TYPES)}",
+            fix=OTHER_MODEL,
         )
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise Unsupported(f"{where}: partial_rotary_factor is {partial}; only 1.0 is supported")
+        raise Unsupported(
+            f"{where}: partial_rotary_factor is {partial}; only 1.0 is supported", fix=OTHER_MODEL
+        )
     theta = scaling.get("rope_theta", config.get("rope_theta"))
     theta = default_theta if theta is None else theta
     numbers = {name: float(scaling[name]) for name in ROPE_NUMBERS if name in scaling}

@@ -77,7 +77,8 @@ def read_model(checkpoint: Checkpoint) -> Model:
     architecture = next(iter(named_architectures(checkpoint.config, FAMILIES, where)), None)
     if architecture not in FAMILIES:
         raise UnknownArchitecture(
-            f"{where} names the architecture {shown(architecture)}; known: {', '.join(FAMILIES)}"
+            f"{where} names the architecture {shown(architecture)}; known: {', '.join(FAMILIES)}",
+            fix="use a checkpoint of one of these families",
         )
     check_model_fields(checkpoint.config, FAMILIES[architecture], where)
     if checkpoint.config.get("num_hidden_layers") is None:
@@ -91,7 +92,8 @@ def read_model(checkpoint: Checkpoint) -> Model:
             config._attn_implementation = "sdpa"
             slice_ = build_slice(model_class, config, 0)
     except Exception as error:  # whatever a config class raises, the config is at fault
-        raise CorruptFile(f"{where} does not describe a {architecture}: {error}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())  # some have several lines
+        raise CorruptFile(f"{where} does not describe a {architecture}: {reason}") from error
     model = Model(model_class, config, *_describe_layer(slice_))
     _check_tensors(checkpoint, model)
     return model

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmctl.builder.rope import Rope, read_rope
+from llmctl.builder.rope import OTHER_MODEL, Rope, read_rope
 from llmctl.errors import CorruptFile, Unsupported
 from llmctl.quantize.format import MAX_POSITIONS, check_model_fields
 
@@ -109,7 +109,9 @@ def read_model_config(family: Family, config: Mapping[str, Any], where: str) -> 
 
     activation = known.get("hidden_act", "silu")
     if activation != "silu":
-        raise Unsupported(f"{where}: hidden_act is {activation!r}; 'silu' is supported")
+        raise Unsupported(
+            f"{where}: hidden_act is {activation!r}; 'silu' is supported", fix=OTHER_MODEL
+        )
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     layers, kv_heads = size("num_hidden_layers"), size("num_key_value_heads", heads)
     head_size = size("head_dim", hidden // heads)

@@ -85,13 +85,16 @@ def test_an_unknown_architecture_is_named(architectures: list[str]) -> None:
         ({"head_dim": 7}, CorruptFile, "size 7"),
         ({"rms_norm_eps": -1.0}, CorruptFile, "rms_norm_eps"),
         ({"hidden_act": "gelu"}, Unsupported, "hidden_act is 'gelu'"),
+        ({"rope_scaling": {"rope_type": "su"}}, Unsupported, "rope_type is 'su'"),
+        ({"partial_rotary_factor": 0.5}, Unsupported, "partial_rotary_factor is 0.5"),
     ],
 )
 def test_impossible_configs_are_refused(
     fields: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=text) as refused:
         model_config({**LLAMA, **fields}, "config.json")
+    assert refused.value.fix  # no option of a command, which a usage error would name
 
 
 # ---- limits ----

@@ -261,8 +261,9 @@ def test_an_unknown_architecture_lists_the_known(
     raw_checkpoint: Callable[..., Path], names: Any
 ) -> None:
     folder = raw_checkpoint(TENSORS, {"architectures": names})
-    with pytest.raises(errors.UnknownArchitecture, match="LlamaForCausalLM, Mistral"):
+    with pytest.raises(errors.UnknownArchitecture, match="LlamaForCausalLM, Mistral") as refused:
         read_model(Checkpoint.open(folder))
+    assert refused.value.fix
 
 
 @pytest.mark.parametrize(
@@ -274,6 +275,8 @@ def test_an_unknown_architecture_lists_the_known(
         ("hidden_size", 97),
         ("num_attention_heads", 0),
         ("hidden_act", "nonsense"),
+        ("rope_scaling", {"rope_type": "nonsense", "factor": 2.0}),
+        ("num_attention_heads", 5),  # of which transformers says several lines
     ],
 )
 def test_a_config_that_describes_no_model_is_corrupt(
@@ -282,5 +285,6 @@ def test_a_config_that_describes_no_model_is_corrupt(
     folder = editable(lambda tensors: None)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(errors.CorruptFile, match="config.json"):
+    with pytest.raises(errors.CorruptFile, match="config.json") as refused:
         read_model(Checkpoint.open(folder))
+    assert "\n" not in str(refused.value)
