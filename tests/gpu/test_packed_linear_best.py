@@ -18,11 +18,19 @@ FP8 = "float8_e4m3fn"
 
 
 @pytest.mark.parametrize("rows", [65, 120, 300])
-@pytest.mark.parametrize(("dtype", "vocab"), [(FP8, 4099), ("bfloat16", 4099), ("float16", 32_000)])
-def test_ids_are_those_of_the_logits(dtype: str, vocab: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "scaling"),
+    [
+        (FP8, 4099, "static"),
+        (FP8, 4099, "per_token"),
+        ("bfloat16", 4099, "static"),
+        ("float16", 32_000, "static"),
+    ],
+)
+def test_ids_are_those_of_the_logits(dtype: str, vocab: int, scaling: str, rows: int) -> None:
     """By every tile shape, launch after launch; equal logits, and a row with NaN."""
     sizes = {"outputs": vocab, "inner": 1056, "tokens": rows, "bias": False}
-    types = {"dtype": dtype, "out": "float32", "x_scaling": "static"}
+    types = {"dtype": dtype, "out": "float32", "x_scaling": scaling}
     example = make_example("packed_linear", {**sizes, **types}, seed=1)
     given = example.call
     inputs = {role: tensor.cuda() for role, tensor in given.inputs.items()}

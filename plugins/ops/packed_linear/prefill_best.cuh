@@ -51,6 +51,7 @@ template <int TOKENS>
 DEVICE void store_tile(const Epilogue& e, const Divisor&, Ahead<TOKENS>& ahead,
                        const float (&sum)[TOKENS / 2], int row_tile, int, int token0, u32, u32 values, int warpgroup) {
   if (PER_TOKEN) warpgroup_sync(warpgroup);  // scales of tokens are there
+  static_assert(!PER_TOKEN || !Bounds<TOKENS>::ARE_KNOWN, "all warps meet below");
   if constexpr (Bounds<TOKENS>::ARE_KNOWN) {
     if (!may_be_best<TOKENS>(ahead, sum, values)) return;
   }
@@ -87,4 +88,5 @@ DEVICE void store_tile(const Epilogue& e, const Divisor&, Ahead<TOKENS>& ahead,
     halve<4>(one, two);
     if (one[0] > there[some / 32]) atomicMax(e.keys + token + some, one[0]);
   }
+  if (PER_TOKEN) warpgroup_sync(warpgroup);  // all warps have read the scales: those of the next tile take their place
 }
