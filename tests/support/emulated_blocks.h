@@ -6,7 +6,6 @@
 #include <deque>
 #include <functional>
 #include <vector>
-#include <setjmp.h>
 #include <ucontext.h>
 
 namespace emu {
@@ -52,8 +51,8 @@ struct WarpProduct {
 };
 struct OwnFiber : Fiber {
   ucontext_t context;  // of its start
-  jmp_buf place;       // where it waits
-  bool has_started = false, is_done = false;
+  void* place[5];      // where it waits
+  bool has_started = false, is_done = false, has_left = false;
   const int* waits_for = nullptr;  // goes on when it is not `seen` any more
   int seen = 0, cluster_turn = 0;
   std::vector<Copy> open;

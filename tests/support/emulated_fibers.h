@@ -1,5 +1,5 @@
-// Threads of a GPU on a CPU: every one is a fiber, which runs until it waits for others; and what threads of a warp show
-// each other. What is no template is in emulated_runtime.cpp, compiled once for all kernels.
+// Threads of a GPU on a CPU: every one is a fiber, which runs until it waits for others, warp after warp; and what threads of
+// a warp show each other. What is no template is in emulated_runtime.cpp, compiled once for all kernels.
 #pragma once
 #include <cmath>
 #include <cstring>

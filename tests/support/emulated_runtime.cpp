@@ -14,7 +14,7 @@ void fail(const char* what, long long at) {
 }
 
 namespace {
-jmp_buf scheduler;
+void* scheduler[5];
 constexpr int STACK_BYTES = 128 << 10;
 std::vector<std::unique_ptr<char[]>> stacks;  // kept
 bool copies_late;  // when they are waited for, and not at once
@@ -23,10 +23,11 @@ void** arguments;
 
 // ---- threads ----
 
+[[noreturn]] __attribute__((noinline)) void jump(void** place) { __builtin_longjmp(place, 1); }
 __attribute__((noinline)) void go_on(OwnFiber& its) {  // jumps, as contexts are changed by system calls
   now = &its;
-  if (_setjmp(scheduler)) return;
-  if (its.has_started) _longjmp(its.place, 1);
+  if (__builtin_setjmp(scheduler)) return;
+  if (its.has_started) jump(its.place);
   its.has_started = true;
   setcontext(&its.context);
 }
@@ -44,7 +45,7 @@ void run_together(int first, int y, int z, int count, int threads, int bytes, st
     cluster.blocks.push_back(blocks.back().get());
   }
   std::vector<OwnFiber> fibers(cluster.threads);
-  std::vector<OwnFiber*> order;
+  std::vector<std::vector<OwnFiber*>> warps(cluster.threads / 32);
   for (int i = 0; i < cluster.threads; ++i) {
     OwnFiber& each = fibers[i];
     const int thread = i % threads;
@@ -56,18 +57,27 @@ void run_together(int first, int y, int z, int count, int threads, int bytes, st
     each.context.uc_stack.ss_sp = stacks[i].get(), each.context.uc_stack.ss_size = STACK_BYTES;
     each.context.uc_link = nullptr;
     makecontext(&each.context, start, 0);
-    order.push_back(&each);
+    warps[i / 32].push_back(&each);
   }
-  std::shuffle(order.begin(), order.end(), random);
+  for (auto& lanes : warps) std::shuffle(lanes.begin(), lanes.end(), random);
   for (int left = cluster.threads; left > 0;) {
     bool went_on = false;
-    for (OwnFiber* each : order) {
-      if (each->is_done || each->waits_for && *each->waits_for == each->seen) continue;
-      each->waits_for = nullptr, went_on = true;
-      go_on(*each);
-      if (each->is_done) {
-        --left;
-        if (!each->open.empty()) fail("copies that are not committed");
+    std::shuffle(warps.begin(), warps.end(), random);
+    for (auto& lanes : warps) {  // each as far as it comes alone: its threads' stacks stay in the CPU's cache
+      for (OwnFiber* each : lanes) each->has_left = false;
+      for (bool again = true; again;) {
+        again = false;
+        for (OwnFiber* each : lanes) {
+          if (each->is_done || each->has_left || each->waits_for && *each->waits_for == each->seen) continue;
+          each->waits_for = nullptr, went_on = true;
+          go_on(*each);
+          each->has_left = !each->waits_for;  // for others, until their turn has come
+          again |= !each->has_left;
+          if (each->is_done) {
+            --left;
+            if (!each->open.empty()) fail("copies that are not committed");
+          }
+        }
       }
     }
     if (!went_on) fail("all threads wait", left);
@@ -80,7 +90,7 @@ Index grid;
 bool is_e4m3;
 
 __attribute__((noinline)) void leave() {
-  if (!_setjmp(own_fiber().place)) _longjmp(scheduler, 1);
+  if (!__builtin_setjmp(own_fiber().place)) jump(scheduler);
 }
 void wait_while(const int* value, int seen) {
   while (*value == seen) {

@@ -24,9 +24,13 @@ extern "C" __global__ void attend_layers(const long long* table, int num_layers,
   const auto copy_out = [&](int layer) {
     if (threadIdx.x == 0) Arrivals::ask(arrivals.counter, arrivals.expected);
     meet();
-    for (int i = threadIdx.x; i < ATTENDED_BYTES; i += COMPUTE) {
-      attended[layer * ATTENDED_BYTES + i] = x.now[x.other + ATTENDED_AT + i];
+    for (int i = 4 * threadIdx.x; i < ATTENDED_BYTES; i += 4 * COMPUTE) {
+      u32 values;  // which are not yet there because their blocks have been counted
+      do values = look4(x.now + x.other + ATTENDED_AT + i);
+      while (gaps<1>(values));
+      *(u32*)(attended + layer * ATTENDED_BYTES + i) = values;
     }
+    meet();  // before the first arrival of a layer, which lets others clear them
   };
   for (int l = 0; l < num_layers; ++l) {
     if (is_first) {
