@@ -197,13 +197,25 @@ def read_ranges(folder: Path, rank: int = 0) -> tuple[Plan, dict[str, tuple[int,
     return plan, byte_ranges(header, data_start)
 
 
-def _read_header(folder: Path, rank: int) -> tuple[EngineConfig, Plan, dict[str, Any], int]:
-    """Returns (config.json, the plan, the header's entries, where the data starts in bytes)."""
-    config = read_engine_config(folder)
+def require_rank_files(folder: Path, num_ranks: int) -> None:
+    """Raise EngineNotFound where a rank's file is missing: a rank would find that only when others
+    wait for it."""
+    for rank in range(num_ranks):
+        _rank_path(folder, rank)
+
+
+def _rank_path(folder: Path, rank: int) -> Path:
     path = folder / engine_file(rank)
     require_file(path)
     if not path.is_file():
         raise EngineNotFound(f"{path} does not exist", fix="build the engine again")
+    return path
+
+
+def _read_header(folder: Path, rank: int) -> tuple[EngineConfig, Plan, dict[str, Any], int]:
+    """Returns (config.json, the plan, the header's entries, where the data starts in bytes)."""
+    config = read_engine_config(folder)
+    path = _rank_path(folder, rank)
     raw, header = read_container_header(path)
     record = config.files.get(path.name)
     found = {"bytes": path.stat().st_size, "header_sha256": sha256(raw).hexdigest()}

@@ -78,7 +78,7 @@ def require_ranks(tp_size: int, backend: Backend, *, is_invariant: bool) -> None
         others = "" if len(counts) > 1 else ", or --backend cpu"
         raise Unsupported(
             f"--tp-size {tp_size} is refused: engines of the {backend.name} backend have {only}",
-            fix=f"--tp-size {counts[-1]}{others}",
+            fix=f"--tp-size {max(c for c in counts if c <= max(tp_size, 1))}{others}",
         )
     if is_invariant and not backend.has_leaves:
         raise Unsupported(

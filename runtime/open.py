@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmctl.builder.engine_format import EngineConfig, read_engine_config
+from llmctl.builder.engine_format import EngineConfig, read_engine_config, require_rank_files
 from llmctl.builder.signature import require_signed
 from llmctl.builder.signing_keys import PublicKey
 from llmctl.errors import BadConfig
@@ -138,6 +138,8 @@ def check_engines(options: EngineOptions, *, reads_ahead: bool = True) -> Checke
     opener_of(target.backend).check(
         target, options.num_threads, ranks_on_one_device=options.ranks_on_one_device
     )
+    for role, config in configs.items():
+        require_rank_files(options.folders[role], config.num_ranks)
     return CheckedEngines(options, configs, draft_len, ahead)
 
 

@@ -104,7 +104,7 @@ def require_drafts(configs: Mapping[str, EngineConfig]) -> None:
         if count not in (1, wanted):
             raise Unsupported(
                 f"the {role} engine has {count} ranks, and the target has {wanted}",
-                fix=f"build it with --tp-size 1 or {wanted}",
+                fix=f"build it with --tp-size {' or '.join(dict.fromkeys(('1', str(wanted))))}",
             )
 
 

@@ -140,12 +140,18 @@ def test_scales_of_single_tokens_are_refused(tmp_path: Path) -> None:
 
 
 def test_backends_without_ranks_or_leaves_refuse_them(checkpoint: Path) -> None:
-    for backend, request, said in (
-        ("cuda", {"tp_size": 3}, "engines of the cuda backend have 1, 2, 4, 8 ranks"),
-        ("tensorrt", {"tp_invariant": True}, "is refused: products of the tensorrt backend"),
+    for backend, request, said, fix in (
+        (
+            "cuda",
+            {"tp_size": 3},
+            "engines of the cuda backend have 1, 2, 4, 8 ranks",
+            "--tp-size 2",
+        ),
+        ("tensorrt", {"tp_invariant": True}, "is refused: products of the tensorrt backend", ""),
     ):
-        with pytest.raises(Unsupported, match=said):
+        with pytest.raises(Unsupported, match=said) as refused:
             plan_build(checkpoint, BuildRequest(**LIMITS, **request), backend=backend)
+        assert refused.value.fix.startswith(fix)
 
 
 # ---- engines that somebody edited ----

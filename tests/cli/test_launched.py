@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from support.bench_runs import SHORT
@@ -40,6 +41,20 @@ def test_an_engine_of_one_rank_runs_in_every_process(llmctl, run, engines, rank,
     assert done.code == 0 and len(json.loads(done.out)["comparison"]["rows"]) == 2
     with package.open(engines.target) as executor:
         assert len(list(executor.generate([5, 6], max_tokens=3))) == 3
+
+
+def test_a_rank_whose_file_is_missing_is_found_before_any_is_started(run, two_ranks, tmp_path):
+    folder = tmp_path / "engine"
+    shutil.copytree(two_ranks, folder)
+    (folder / "rank1.engine").unlink()
+    done = run("--input-text", "a b", engine=folder)
+    assert done.code == 1 and done.err.startswith("error[EngineNotFound]: ")
+    assert "rank1.engine does not exist" in done.err
+
+
+def test_a_draft_of_more_ranks_than_the_target_says_what_to_build(run, engines, two_ranks):
+    done = run("--input-text", "a b", "--draft-engine", two_ranks)
+    assert done.code == 2 and done.err.endswith("fix: build it with --tp-size 1\n")
 
 
 @pytest.mark.parametrize("number", [0, 1])
