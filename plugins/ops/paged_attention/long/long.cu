@@ -5,12 +5,12 @@
 // bring tiles (tiles.cuh), a warpgroup computes 64 rows (units.cuh). The thread block with a
 // context's beginning merges its work items as they come; if others share the context, they store theirs, and when all
 // have arrived, they merge all of it together (merge.cuh), which is why all run at once: one to a
-// multiprocessor, or two with 64 rows. Binaries for steps that share no context divide all tiles of the step into equal
-// ranges (ranges.cuh), need no meeting, and have registers for some of the queries.
+// multiprocessor, or two with 64 rows. The binary for many requests divides all tiles of the step into equal ranges
+// (ranges.cuh), which need no meeting and have registers for some of the queries; thread blocks share longer contexts.
 //
 // Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads for each),
 // SIZE (of a head, 128), TOKENS_PER_BLOCK (a power of two), WARPGROUPS (1 or 2), STAGES (tiles as operands), BYTE_SLOTS
-// (as the cache has them), ALONE (no context is shared), TREE (whether requests may have trees: tail.cuh), TAIL_TILES
+// (as the cache has them), ALONE (for many requests), TREE (whether requests may have trees: tail.cuh), TAIL_TILES
 // (of a context that take as long as the keys from a tree's root's tile on), WINDOW_TILES, SHARED_BYTES, UNIT,
 // MOST_UNIT, K_SCALE, V_SCALE, STATIC.
 // Grid: thread blocks that share all contexts of a KV head and a block of rows (shares.cuh), KV heads * blocks of rows; or one
@@ -54,34 +54,44 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
 #else
   const Requests requests = {cu_q, kv_lens, table_stride, block_tokens, max_tokens, num_requests};
 #endif
+  Place& placed = *(Place*)(memory + PLACE_AT);
 #if ALONE
-  volatile Range& range = *(volatile Range*)(memory + RANGE_AT);
-  if (threadIdx.x / 32 == 1) find_range(range, requests);
+  Range& range = *(Range*)(memory + RANGE_AT);
+  if (threadIdx.x / 32 == 1) find_range(range, placed, requests, max_entries);
   __syncthreads();
-  if (range.begin == range.end) return;
-  if (threadIdx.x < THREADS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
-    bring_range(shared, memory, requests, cache, block_tables);
+  if (placed.count == 0) {  // it has a range
+    if (range.begin == range.end) return;
+    if (threadIdx.x < THREADS) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
+      bring_range(shared, memory, requests, cache, block_tables);
+      return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 " REGISTERS_COMPUTE ";");
+    wait_for_dependencies();
+    const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
+    attend_range(shared, memory, requests, q, v_scale, out_scale, out, position_ids, partial, max_entries, counters,
+                 scale);
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 " REGISTERS_COMPUTE ";");
-  wait_for_dependencies();
-  const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
-  attend_range(shared, memory, requests, q, v_scale, out_scale, out, position_ids, partial, counters, scale);
 #else
-  Place& placed = *(Place*)(memory + PLACE_AT);
   if (threadIdx.x / 32 == 1) find_place(placed, requests, max_entries);
   __syncthreads();
   if (placed.count == 0) return;
+#endif
+#if ALONE
+  const Tiles own = {shared_address(memory) + (gridDim.z - 1) * 16};  // another address, as far as the compiler sees
+#else
+  const Tiles& own = shared;
+#endif
   const Numbers numbers = placed.context.numbers;
-  const int head = blockIdx.y % HEADS, first_token = blockIdx.y / HEADS * block_tokens;
+  const int head = placed.rows % HEADS, first_token = placed.rows / HEADS * block_tokens;
   const int request = placed.request, limit = placed.context.limit, tiles = placed.context.tiles;
   const int count = numbers.end - numbers.start;
   const Share share = placed.share;
   if (threadIdx.x < THREADS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
     const int own_tiles = max(min(numbers.limit - count, limit), 0) / KEYS;
-    Bringer bringer(shared);
+    Bringer bringer(own);
     bringer.aim(cache, head, block_tables + (long long)request * table_stride, limit);
     bringer.bring(share, limit, TREE ? tiles : own_tiles);
     return;
@@ -93,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   part.rows = min(block_tokens, count - first_token) * GROUP;
   part.merges = placed.nth == 0;
   const int entry_rows = block_tokens * GROUP;
-  const long long entry = blockIdx.y * (long long)max_entries + placed.first_entry;
+  const long long entry = placed.first_entry;
   part.entries.rows = entry_rows, part.entries.first_unit = placed.first_unit;
   part.entries.sums = partial + entry * entry_rows * SIZE;
   part.entries.states =
@@ -104,9 +114,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
     const int warpgroup = WARPGROUPS > 1 && __any_sync(~0u, threadIdx.x >= 2 * THREADS);  // as the compiler sees
     int full_tiles = tiles, last_key[2] = {0, 0};
     if (!TREE) full_tiles = part.load_positions(position_ids, limit, last_key);
-    stage_queries(shared.queries(warpgroup), q, part);
+    stage_queries(own.queries(warpgroup), q, part);
     meet_computing();
-    const Queries queries(shared.queries(warpgroup));
+    const Queries<true> queries(own.queries(warpgroup));
     State unit;
     u32 parity = 0;
     all.clear();
@@ -117,14 +127,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
     const int root_unit = tail.paths.root_unit();
     const int held = has_tail && unit_start(root_unit) < tiles ? root_unit : -1;
     const bool is_held =
-        attend_share(shared, share, part, queries, full_tiles, last_key, scale, held, parity, all, unit);
+        attend_share(own, share, part, queries, full_tiles, last_key, scale, held, parity, all, unit);
     if (has_tail) {
       const int* table = block_tables + (long long)request * table_stride;
       const Sources from = {q, cache, position_ids, trees, table, table_stride, num_pages, num_tokens};
       attend_tail(tail, part, is_held, all, unit, from, first_token, placed.context.end, scale);
     }
 #else
-    attend_share(shared, share, part, queries, full_tiles, last_key, scale, -1, parity, all, unit);
+    attend_share(own, share, part, queries, full_tiles, last_key, scale, -1, parity, all, unit);
 #endif
   }
   const volatile Place& place = placed;  // read again, because keeping it through the loop would cost registers
@@ -136,14 +146,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
     write_merged(all, part, out, value_scale, quanta);
     return;
   }
-  int* counter = counters + (place.request * gridDim.y + blockIdx.y) * 32;  // one cache line each
+  int* counter = counters + place.counter;
   meet_shares(counter, sharing);
   // Read here, because keeping them through the loop would cost registers.
   const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
   const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
-  const bool drops = (long long)place.all_entries * part.rows * gridDim.y * (SIZE * 4) > MANY_BYTES;
-  merge_entries(shared, memory, part, part.entries.of(count_units(place.context.end)), place.nth, sharing, drops, out,
+  const bool drops = (long long)place.all_entries * part.rows * (SIZE * 4) > MANY_BYTES;
+  merge_entries(own, memory, part, part.entries.of(count_units(place.context.end)), place.nth, sharing, drops, out,
                 value_scale, quanta);
   leave_shares(counter, sharing);
-#endif
 }

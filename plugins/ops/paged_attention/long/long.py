@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from llmctl.plugins.backends.cuda.kernel_spec import (
@@ -31,7 +31,7 @@ from llmctl.plugins.ops.paged_attention.shared.source_specs import (
     source_variant,
     tensor_types,
 )
-from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, count_units, unit_start
+from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, MOST_UNIT, count_units, unit_start
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class Variant:
         return operands + self.byte_slots * tile + 4 * 8 * STAGES + _PLACE_BYTES
 
 
-_PLACE_BYTES = 80
+_PLACE_BYTES = 128
 STAGES = 2  # tiles of keys, and of values, as operands
 VARIANTS = (Variant(1, 2, 2, 1.5, 1.58), Variant(2, 1, 8, 1.21, 1.27))
 WINDOW_TILES = 3  # from a tree's root's on
@@ -156,8 +156,9 @@ def long_launch(
         tokens = min(call.inputs["q"].shape[0], step.position_ids.shape[0])
         places = (step.tree_start, step.tree_root, step.paths, step.paths.stride(0))
         trees = (env.kv_cache[0].shape[0], tokens, *places)
-    size = int(call.attributes["head_size"])
     rows = int(call.attributes["num_kv_heads"]) * cut.num_blocks
+    alone = not has_trees and cut.splits == 1 and _may_be_alone(limits, cut.variant)
+    entry = cut.block_tokens * group_size(call) * (int(call.attributes["head_size"]) + 2)
     arguments: tuple[torch.Tensor | int | float, ...] = (
         *tensors,
         *partials,
@@ -165,15 +166,14 @@ def long_launch(
         step.block_tables.stride(0),
         cut.block_tokens,
         short,
-        partials[0].numel() // (rows * cut.block_tokens * group_size(call) * (size + 2)),
+        partials[0].numel() // (entry if alone else rows * entry),
         shape.num_requests,
         *trees,
     )
-    alone = not has_trees and cut.splits == 1 and _may_be_alone(limits, cut.variant)
     spec = long_spec(call, limits, cut.variant, has_trees=has_trees, alone=alone)
     at_once = cut.variant.blocks * limits.num_sms
     if alone:  # of ranges of all tiles
-        grid = (min(rows * shape.num_requests, at_once), 1, 1)
+        grid = (at_once, 1, 1)
     elif shape.num_requests == 1:
         grid = (cut.splits, rows, 1)
     elif at_once // rows > shape.num_requests:  # all share all contexts
@@ -235,15 +235,28 @@ def most_entries(tiles: int, splits: int, has_trees: bool) -> int:
 @lru_cache(maxsize=256)
 def _entries(tiles: int, splits: int, has_trees: bool) -> tuple[int, ...]:
     """`most_entries` of fewer tiles."""
-    starts = [unit_start(unit) for unit in range(count_units(tiles * KEYS) + 1)]
+    starts = [unit_start(unit) for unit in range(count_units(tiles * KEYS) + 2)]
     units = [bisect_left(starts, each) for each in range(tiles)]
     firsts = []  # of the second share (`Share::border`)
+    costs = [2 * (end - start) + (end - start < MOST_UNIT) for start, end in pairwise(starts)]
+    ends = list(accumulate(costs, initial=0))  # what takes as long, in half tiles (`Share::cost`)
     for each in range(tiles):
-        border = min((each + _TAIL_TILES * has_trees) // splits, each)
-        firsts.append(bisect_right(starts, border) - 1)
+        last = bisect_right(starts, each) - 1
+        if has_trees or each <= splits * MOST_UNIT:
+            more = _TAIL_TILES * has_trees
+            firsts.append(min(bisect_right(starts, (each + more) // splits) - 1, last))
+            continue
+        inside = (each - starts[last]) * costs[last] // (starts[last + 1] - starts[last])
+        from_cost = min(bisect_right(ends, (ends[last] + inside) // splits) - 1, last)
+        from_end = _round_up(each) - (splits - 1) * _round_up(-(-each // splits))
+        firsts.append(max(from_cost, bisect_right(starts, min(from_end, starts[last])) - 1))
     behind = range(WINDOW_TILES + 1) if has_trees else (0,)
     found = [1 + max(units[n] - firsts[max(n - b, 0)] for b in behind) for n in range(tiles)]
     return tuple(accumulate(found, max))
+
+
+def _round_up(tiles: int) -> int:
+    return -(-tiles // MOST_UNIT) * MOST_UNIT
 
 
 def _may_be_alone(limits: StepLimits, variant: Variant) -> bool:

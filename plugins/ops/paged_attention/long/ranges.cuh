@@ -1,19 +1,25 @@
-// Contexts that nobody shares: all tiles of a step, one context after another, are divided into equal ranges, one for each
-// thread block. A thread block goes through the contexts of its range from right to left. The beginning of a context whose
-// end is the next one's comes first, and what has been merged of it is handed over; the next one comes to that end last and
-// goes on from there. So no work item is stored, and every thread block has as much to do, however long contexts are.
+// Contexts of many requests: all tiles of a step are divided equally among thread blocks, however long contexts are.
+//
+// Contexts that are longer than what a thread block has are shared by thread blocks that have nothing else (shares.cuh). The
+// others lie in a row, one after another, which is divided into equal ranges for the other thread blocks. A thread block goes
+// through the contexts of its range from right to left. The beginning of a context whose end is the next one's comes first,
+// and what has been merged of it is handed over; the next one comes to that end last and goes on from there. So no work item
+// of theirs is stored, and every thread block has as much to do.
 #pragma once
 
 #include "ops/paged_attention/long/shares.cuh"
 
-constexpr int EXTRA = 2;  // tiles that take as long as what a context needs besides its own
+constexpr int EXTRA = 2;     // tiles that take as long as what a context needs besides its own
+constexpr int SHARING = 16;  // tiles that take as long as what thread blocks need that share a context
 
-// A range: its tiles, counted through the step, with EXTRA before each context's; the request of the last one, and where
-// the request's contexts begin.
+constexpr int FLAG_STEP = 16;  // numbers from one thread block's flag to the next
+
+// A range: its tiles, counted through the row, with EXTRA before each context's; the request of the last one, and where
+// the request's contexts begin; contexts of so many tiles are not in the row.
 struct Range {
-  int begin, end, request, base;
+  int begin, end, request, base, longest;
 };
-constexpr int RANGE_AT = Tiles::BYTES;
+constexpr int RANGE_AT = PLACE_AT + sizeof(Place);
 static_assert(RANGE_AT + sizeof(Range) <= SHARED_BYTES, "room for all of it");
 
 // A walk through the contexts of a range: a KV head of a block of a request's rows each.
@@ -45,7 +51,7 @@ struct Contexts {
     do {
       --request;
       load(all);
-      its = count(all);
+      its = tiles < range.longest ? count(all) : 0;
     } while (its == 0);
     nth = its - 1, base -= its * width();
     return true;
@@ -64,33 +70,91 @@ struct Contexts {
   }
 };
 
-// By one warp. No range is shorter than a work item, so each has some of every context that it divides.
-DEVICE void find_range(volatile Range& range, const Requests& all) {
-  Contexts its;
-  const auto load_width = [&](int first) {
-    its.request = first + lane_id();
-    if (its.request >= all.count) return 0;
-    its.load(all);
-    return its.count(all) * its.width();
+// By one warp. No range is shorter than a work item, so each has some of every context that it divides; and none is shorter
+// than a context, where others are shared.
+DEVICE void find_range(Range& range, Place& place, const Requests& all, int room) {
+  const int lane = lane_id(), blocks = gridDim.x;
+  Context its;
+  const auto load = [&](int first) {  // of how many contexts
+    its.load(all, first + lane);
+    const int count = its.cost > 0 ? its.numbers.end - its.numbers.start : 0;
+    return (count + all.block_tokens - 1) / all.block_tokens * HEADS;
   };
-  int width = 0, longest = 1;
+  int width = 0, longest = 1, contexts = 0;
 #pragma unroll 1
   for (int first = 0; first < all.count; first += 32) {
-    const int its_width = load_width(first);
-    width += __shfl_sync(~0u, sum_to_here(its_width), 31);
-    longest = max(longest, -__reduce_min_sync(~0u, its_width > 0 ? -its.tiles : 0));
+    const int count = load(first);
+    width += __reduce_add_sync(~0u, count > 0 ? count * (its.tiles + EXTRA) : 0);
+    contexts += __reduce_add_sync(~0u, count), longest = max(longest, __reduce_max_sync(~0u, its.cost));
   }
-  const int units = count_units(longest), least = unit_start(units) - unit_start(units - 1);
-  const int count = max(min(int(gridDim.x), width / least), 1), own = blockIdx.x;
-  const auto border = [&](int nth) { return int((long long)width * min(nth, count) / count); };
-  const int end = border(own + 1);
-  if (lane_id() == 0) range.begin = border(own), range.end = end;
-  int before = 0;
+  const int units = count_units(longest), unit = unit_start(units) - unit_start(units - 1);
+  int parts = 0, entries = 0, each = longest + 1, ranges = min(min(blocks, contexts), width / unit);
+  const int least = round_up((width + blocks - 1) / blocks);
+  if (longest > least + SHARING) {  // lanes try how many tiles a part should have at least
+    const int step = round_up(least / 30 + 1), tried = least + lane * step;
+    const float by = reciprocal(tried);
+    int needed = 0, row = 0;
+#pragma unroll 1
+    for (int first = 0; first < all.count; first += 32) {
+      const int own = load(first), last = min(all.count - first, 32);
+#pragma unroll 4
+      for (int i = 0; i < last; ++i) {
+        const int count = __shfl_sync(~0u, own, i), tiles = __shfl_sync(~0u, its.cost, i);
+        needed += tiles >= tried ? count * divide_up(tiles, tried, by) : 0;
+        row += tiles >= tried ? 0 : count * (tiles + EXTRA);
+      }
+    }
+    const u32 fits = __ballot_sync(~0u, needed + divide_up(row, tried, by) <= blocks);
+    if (fits) each = least + (__ffs(fits) - 1) * step;
+  }
+  float by = reciprocal(each);
+  const auto parts_of = [&] { return its.cost >= each ? divide_up(its.tiles, each, by) : 0; };
+#pragma unroll 1
+  while (each <= longest) {
+    int row = 0, shorter = 1;
+#pragma unroll 1
+    for (int first = 0; first < all.count; first += 32) {
+      const int count = load(first), own = parts_of();
+      parts += __reduce_add_sync(~0u, count * own);
+      entries += __reduce_add_sync(~0u, own > 0 ? count * its.entries(own) : 0);
+      row += __reduce_add_sync(~0u, count > 0 && own == 0 ? count * (its.tiles + EXTRA) : 0);
+      shorter = max(shorter, __reduce_max_sync(~0u, own == 0 ? its.cost : 0));
+    }
+    if (parts + (row > 0) <= blocks && blocks + entries <= room) {
+      width = row, ranges = min(blocks - parts, row / (shorter + EXTRA));
+      break;
+    }
+    parts = entries = 0, each += each, by = reciprocal(each);
+  }
+  ranges = max(ranges, 1);
+  const auto border = [&](int nth) { return int((long long)width * max(min(nth, ranges), 0) / ranges); };
+  const int own = int(blockIdx.x) - parts, end = border(own + 1);
+  if (lane == 0) {
+    range.begin = border(own), range.end = end, range.longest = each;
+    place.count = 0, place.all_entries = entries;
+  }
+  __syncwarp();
+  int before = 0, parts_before = 0, entries_before = 0;
 #pragma unroll 1
   for (int first = 0; first < all.count; first += 32) {
-    const int its_width = load_width(first), its_end = before + sum_to_here(its_width);
-    if (its_end - its_width < end && end <= its_end) range.request = its.request, range.base = its_end - its_width;
+    const int count = load(first), times = parts_of(), its_width = count > 0 && times == 0 ? count * (its.tiles + EXTRA) : 0;
+    const int its_end = before + sum_to_here(its_width);
+    if (own >= 0 && its_end - its_width < end && end <= its_end) {
+      range.request = first + lane, range.base = its_end - its_width;
+    }
     before = __shfl_sync(~0u, its_end, 31);
+    if (parts == 0) continue;
+    const int entry = times > 0 ? its.entries(times) : 0;
+    const int last = parts_before + sum_to_here(count * times), last_entry = entries_before + sum_to_here(count * entry);
+    const int nth = int(blockIdx.x) - (last - count * times);
+    const u32 found = __ballot_sync(~0u, 0 <= nth && nth < count * times);
+    const int rows = times > 0 ? nth / times : 0;
+    if (found) place.put(its, __ffs(found) - 1, first + lane, rows, nth - rows * times, times);
+    if (found >> lane & 1) {
+      place.first_entry = blocks + last_entry - (count - rows) * entry;
+      place.counter = (blocks + last - (count - rows) * times) * FLAG_STEP;
+    }
+    parts_before = __shfl_sync(~0u, last, 31), entries_before = __shfl_sync(~0u, last_entry, 31);
   }
 }
 
@@ -143,15 +207,14 @@ DEVICE void wait_for_beginning(int* flag) {
 
 DEVICE void attend_range(const Tiles& shared, u8* memory, const Requests& all_requests, const MODEL_TYPE::Storage* q,
                          const float* v_scale, const float* out_scale, OUT_TYPE::Storage* out, const int* position_ids,
-                         float* partial, int* flags, float scale) {
+                         float* partial, int room, int* flags, float scale) {
   const volatile Range& range = *(const volatile Range*)(memory + RANGE_AT);
   const int block_tokens = all_requests.block_tokens, entry_rows = block_tokens * GROUP;
-  constexpr int FLAG_STEP = 16;  // numbers from one thread block's flag to the next
   const auto entries_of = [&](int nth) {  // what thread block nth hands over
     Entries its;
     its.rows = entry_rows, its.first_unit = 0;
     its.sums = partial + (long long)nth * entry_rows * SIZE;
-    its.states = (float2*)(partial + (long long)gridDim.x * entry_rows * SIZE) + nth * entry_rows;
+    its.states = (float2*)(partial + (long long)room * entry_rows * SIZE) + nth * entry_rows;
     return its;
   };
   Contexts at;
@@ -171,7 +234,7 @@ DEVICE void attend_range(const Tiles& shared, u8* memory, const Requests& all_re
     const int full_tiles = part.load_positions(position_ids, at.limit, last_key);
     stage_queries(shared.queries(0), q, part);
     meet_computing();
-    const Queries queries(shared.queries(0));
+    const Queries<false> queries(shared.queries(0));
     State all, unit;
     if (share.begin > 0) {
       part.entries = entries_of(blockIdx.x - 1);

@@ -32,10 +32,14 @@ DEVICE int sum_to_here(int x) {
   return x;
 }
 
+DEVICE float reciprocal(int x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(float(x)));
+  return y;
+}
 // Division that rounds up, of numbers below 2^21: x by y, whose reciprocal is known.
-DEVICE int divide_up(int x, int y, float reciprocal) { return int((float(x) + (float(y) - 0.5f)) * reciprocal); }
+DEVICE int divide_up(int x, int y, float by) { return int((float(x) + (float(y) - 0.5f)) * by); }
 
-#if !ALONE
 constexpr int MORE = TREE ? TAIL_TILES : 0;  // tiles that take as long as what follows those that are divided
 
 // A request's context, for a block of its rows.
@@ -67,29 +71,40 @@ struct Context {
 // What a thread block has of which context.
 struct Place {
   Context context;
-  int request, nth, count;  // of the thread blocks that share the context; 0: it has none
+  int request, rows;  // of the blocks of rows of the request's KV heads
+  int nth, count;     // of the thread blocks that share the context; 0: it has none
   Share share;
   int first_unit;   // of the second entry
-  int first_entry;  // of the context's, among those of all contexts of a block of rows of a KV head
-  int all_entries;
+  int first_entry;  // of the context's
+  int all_entries;  // of all contexts
+  int counter;
+
+  // By a warp, of which one lane has the context: where its share begins and ends, and where the first one of the context ends,
+  // are found by three lanes at once.
+  DEVICE void put(const Context& its, int lane, int request_, int rows_, int nth_, int count_) {
+    if (lane_id() == lane) context = its, request = request_, rows = rows_, nth = nth_, count = count_;
+    const int tiles = __shfl_sync(~0u, its.tiles, lane), of = __shfl_sync(~0u, count_, lane);
+    const int first = __shfl_sync(~0u, nth_, lane), own = lane_id() == 2 ? 1 : first + min(lane_id(), 1);
+    const int border = Share::border(tiles, MORE, min(own, of), of), unit = count_units(border + 1) - 1;
+    if (lane_id() == 0) share.begin = border, share.first_unit = unit;
+    if (lane_id() == 1) share.end = border;
+    if (lane_id() == 2) first_unit = unit;
+  }
 };
 constexpr int PLACE_AT = (Tiles::BYTES + 15) / 16 * 16;
 static_assert(PLACE_AT + sizeof(Place) <= SHARED_BYTES, "room for all of it");
 
+#if !ALONE
 // By one warp. The least number of tiles for a share is chosen with which there are enough thread blocks for all contexts
 // and room for their entries: a multiple of the largest work item, or few.
 DEVICE void find_place(Place& place, const Requests& all, int room) {
   Context its;
-  const auto put = [&](int request, int nth, int count, int first_entry) {
-    place.context = its, place.request = request, place.nth = nth, place.count = count;
-    place.share.divide(its.tiles, MORE, nth, count);
-    place.first_unit = its.first_unit(count), place.first_entry = first_entry;
-  };
+  const int counter = blockIdx.y * 32, counters = gridDim.y * 32;  // a cache line each
   if (all.count == 1 || gridDim.z > 1) {  // all share one, or each has its own
     its.load(all, blockIdx.z);
-    if (lane_id() > 0) return;
-    place.count = 0;
-    if (its.cost > 0) put(blockIdx.z, blockIdx.x, gridDim.x, 0), place.all_entries = its.entries(gridDim.x);
+    place.put(its, 0, blockIdx.z, blockIdx.y, blockIdx.x, its.cost > 0 ? gridDim.x : 0);
+    if (lane_id() == 0) place.first_entry = blockIdx.y * room, place.counter = counter;
+    if (lane_id() == 2) place.all_entries = (count_units(its.end) - place.first_unit + 1) * gridDim.y;
     return;
   }
   const int lane = lane_id(), blocks = gridDim.x;
@@ -104,14 +119,14 @@ DEVICE void find_place(Place& place, const Requests& all, int room) {
     cost += __reduce_add_sync(~0u, its.cost), contexts += __popc(__ballot_sync(~0u, its.cost > 0));
   }
   // Lanes try different numbers between the least and one that is enough.
-  int least = divide_up(cost, blocks, __frcp_rn(float(blocks))), step = 1;
-  const int enough = int(float(cost) * __frcp_rn(float(blocks - contexts + 1))) + 1;
+  int least = divide_up(cost, blocks, reciprocal(blocks)), step = 1;
+  const int enough = int(float(cost) * reciprocal(blocks - contexts + 1)) + 1;
   if (least > MOST_UNIT) {
-    least = (least + MOST_UNIT - 1) & -MOST_UNIT;
+    least = round_up(least);
     step = (max(enough - least, 0) / (31 * MOST_UNIT) + 1) * MOST_UNIT;
   }
   int each = max(least + lane * step, 1), needed = 0;
-  float by = __frcp_rn(float(each));
+  float by = reciprocal(each);
 #pragma unroll 1
   for (int first = 0; first < all.count; first += 32) {
     load(first);
@@ -123,7 +138,7 @@ DEVICE void find_place(Place& place, const Requests& all, int room) {
   each = fits ? least + (__ffs(fits) - 1) * step : enough;
 #pragma unroll 1
   while (true) {
-    each = max(each, 1), by = __frcp_rn(float(each));
+    each = max(each, 1), by = reciprocal(each);
     int before = 0, entries = 0;
     if (lane == 0) place.count = 0;
     __syncwarp();
@@ -132,10 +147,12 @@ DEVICE void find_place(Place& place, const Requests& all, int room) {
       load(first);
       const int count = its.cost > 0 ? divide_up(its.cost, each, by) : 0, own = its.cost > 0 ? its.entries(count) : 0;
       const int to = before + sum_to_here(count), last = entries + sum_to_here(own), nth = int(blockIdx.x) - (to - count);
-      if (0 <= nth && nth < count) put(first + lane, nth, count, last - own);
+      const u32 found = __ballot_sync(~0u, 0 <= nth && nth < count);
+      if (found) place.put(its, __ffs(found) - 1, first + lane, blockIdx.y, nth, count);
+      if (found >> lane & 1) place.first_entry = blockIdx.y * room + last - own, place.counter = (first + lane) * counters + counter;
       before = __shfl_sync(~0u, to, 31), entries = __shfl_sync(~0u, last, 31);
     }
-    if (lane == 0) place.all_entries = entries;
+    if (lane == 0) place.all_entries = entries * gridDim.y;
     if ((before <= blocks && entries <= room) || each > cost) return;
     each += each;
   }

@@ -5,7 +5,8 @@
 #include "ops/paged_attention/long/tiles.cuh"
 
 static_assert(STAGES == 2, "a slot is the first or the second");
-constexpr int QUERY_STEPS = ALONE ? 2 : 0;  // of the products along a head, those whose queries are in registers
+// Of the products along a head, those whose queries are in registers, where no work item is stored.
+constexpr int QUERY_STEPS = 2;
 
 // Where what others merge of a block of rows is stored (an entry): first what the thread block with the beginning has merged,
 // then the work items behind its share. Of each row its sums and its state.
@@ -63,15 +64,17 @@ DEVICE void stage_queries(u32 target, const MODEL_TYPE::Storage* q, const Part& 
 
 // A warpgroup's queries as its products take them: as shared memory is what most of a tile's work passes through, some
 // are in registers, where there are any left.
+template <bool STORES>
 struct Queries {
+  static constexpr int KEPT = STORES ? 0 : QUERY_STEPS;
   u32 at;
-  u32 steps[QUERY_STEPS > 0 ? QUERY_STEPS : 1][4];
+  u32 steps[QUERY_STEPS][4];
 
   // The warp's 16 rows, when all have been staged.
   DEVICE explicit Queries(u32 address) : at(address) {
     const int lane = lane_id(), row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int i = 0; i < QUERY_STEPS; ++i) {
+    for (int i = 0; i < KEPT; ++i) {
       const int piece = 2 * i + lane / 16;
       u32(&x)[4] = steps[i];
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -100,9 +103,10 @@ DEVICE void store_entry(const Part& part, int entry, const State& its, const Sta
 }
 
 // A work item that is complete: merged with what is left of it, or stored.
+template <bool STORES = true>
 DEVICE void finish_unit(const Part& part, int unit, State& all, const State& its,
                         const State::Weighed& weighed) {
-  if (ALONE || part.merges) {
+  if (!STORES || part.merges) {
     append(all, its, weighed);
   } else {
     store_entry(part, part.entries.of(unit), its, weighed);
@@ -111,13 +115,14 @@ DEVICE void finish_unit(const Part& part, int unit, State& all, const State& its
 
 // As `start_logits`, but places in the operands are found one after another: all of them at once, before the loop, take
 // more of the registers that a warp's lanes share than there are.
-DEVICE void start_logits_in_turn(float (&s)[32], const Queries& queries, u32 keys) {
+template <class Its>
+DEVICE void start_logits_in_turn(float (&s)[32], const Its& queries, u32 keys) {
   u64 a = operand(queries.at), b = operand(keys);
   keep_order(s);
   product_fence();
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
-    if (i < QUERY_STEPS) {
+    if (i < Its::KEPT) {
       Attention<Inner>::logits(s, queries.steps[i], b, i > 0);
     } else {
       Attention<Inner>::logits(s, a, b, i > 0);
@@ -155,11 +160,12 @@ struct OwnTotals {
   }
 };
 
-// Attends to a share's tiles, and merges with `all` or stores. From full_tiles on rows see keys up to last_key only. Work
+// Attends to a share's tiles, and merges with `all` or, if STORES, may store. From full_tiles on rows see keys up to last_key only. Work
 // item `held` is not finished: it is left in `unit`. Whether there was one. `parity`: of the keys' slots, the first of
 // which has the first tile.
+template <bool STORES>
 DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& part,
-                         const Queries& queries, int full_tiles, const int (&last_key)[2], float scale,
+                         const Queries<STORES>& queries, int full_tiles, const int (&last_key)[2], float scale,
                          int held, u32& parity, State& all, State& unit) {
   unit.clear_states();
   if (share.begin >= share.end) return false;
@@ -266,7 +272,7 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
     release_values(!odd);
     if (is_first) {
       if (OwnTotals::ARE_USED) totals.share(weighed.total);
-      finish_unit(part, its, all, unit, weighed);
+      finish_unit<STORES>(part, its, all, unit, weighed);
       its = at.unit;
     }
     if (!is_idle) {
@@ -288,6 +294,6 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
   parity ^= 1;
   if (OwnTotals::ARE_USED) totals.share(unit.total);
   if (its == held) return true;
-  finish_unit(part, its, all, unit, unit.weighed());
+  finish_unit<STORES>(part, its, all, unit, unit.weighed());
   return false;
 }

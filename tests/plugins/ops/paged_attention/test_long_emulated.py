@@ -106,18 +106,22 @@ def test_contexts_of_different_lengths_shared_by_all(group, tokens, lengths, siz
         (4, 11, (1300, 70, 2100, 700, 11, 900), {}),
         (2, 11, (100, 130, 64, 200), {"tokens_per_block": 8}),
         (8, 17, (1500, 333, 1000), {"tokens_per_block": 128}),  # several blocks of rows
+        (4, 11, (70, 4000, 500, 11, 2600), {}),  # longer ones have thread blocks of their own
+        (1, 3, (900, *(3 + n for n in range(36)), 2000), {"kv_heads": 1}),  # more than 32 requests
     ],
     ids=str,
 )
 def test_equal_ranges_of_all_tiles(group, tokens, lengths, sizes):
     """Of contexts that nobody shares: a range has some of one, or the ends of two and those between
-    them, or there is less than a range for each thread block."""
-    world = world_of(group, lengths, **sizes)
+    them, or there is less than a range for each thread block. And where there is too little room
+    for work items of those that are shared."""
+    world = world_of(group, lengths, max_batch_size=64, **sizes)
     parts = [(request, length - tokens, tokens) for request, length in enumerate(lengths)]
     wanted = torch.cat(attend(world, parts, 2, rows=64))
-    for ranges in (1, 2, 3, 5, 8, 13):
-        found = torch.cat(attend(world, parts, 1, rows=64, ranges=ranges))
-        assert same_bits(found, wanted), ranges
+    for ranges, room in (*((n, None) for n in (1, 2, 3, 5, 8, 13)), (13, 40)):
+        found = torch.cat(attend(world, parts, 1, rows=64, ranges=ranges, room=room))
+        assert same_bits(found, wanted), (ranges, room)
+        assert not any(x.any() for name, x in world.scratch.items() if "counters" in name)
 
 
 @pytest.mark.parametrize(("group", "rows_of_block"), [(4, 64), (8, 128), (8, 88), (8, 48)])
