@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,13 @@ def test_no_option_is_both_refused_and_defined(llmctl, command):
     name = command.split()[0]
     defined = set(re.findall(r"--([a-z-]+)", llmctl(*command.split(), "--help-all").out))
     assert defined and not defined & set(REASONS[name])
+
+
+def test_the_package_runs_as_a_module(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "llmctl", "run"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error[Usage]: Missing option")
 
 
 def test_an_unknown_exception_is_a_bug_with_a_saved_traceback(llmctl, command_that_raises):
