@@ -147,12 +147,15 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
     return;
   }
   int* counter = counters + place.counter;
+  // Asked for here, because keeping them through the loop would cost registers; used behind the meeting, as they take long.
+  float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
+  float its_scale = STATIC ? *(const volatile float*)out_scale : 1.0f;
   meet_shares(counter, sharing);
-  // Read here, because keeping them through the loop would cost registers.
-  const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
-  const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
+  const int left = leave_shares(counter);
+  asm volatile("" : "+f"(value_scale), "+f"(its_scale));
+  const float quanta = STATIC ? __fdiv_rn(1.0f, its_scale) : 1.0f;
   const bool drops = (long long)place.all_entries * part.rows * (SIZE * 4) > MANY_BYTES;
   merge_entries(own, memory, part, part.entries.of(count_units(place.context.end)), place.nth, sharing, drops, out,
                 value_scale, quanta);
-  leave_shares(counter, sharing);
+  clear_shares(counter, left, sharing);
 }

@@ -32,9 +32,12 @@ DEVICE void meet_shares(int* counter, int count) {
   meet_computing();
 }
 
+// Leaves the meeting; how many had come or left before. Asked before merging, as the answer takes as long as an access to L2.
+DEVICE int leave_shares(int* counter) { return threadIdx.x == THREADS ? count_leaving(counter) : 0; }
+
 // The last one to leave sets the counter to zero.
-DEVICE void leave_shares(int* counter, int count) {
-  if (threadIdx.x == THREADS) leave_others(counter, count);
+DEVICE void clear_shares(int* counter, int left, int count) {
+  if (threadIdx.x == THREADS && left == 2 * count - 1) *counter = 0;
 }
 
 // The factors of one row, BATCH work items after another, by as many lanes.
@@ -114,32 +117,47 @@ DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int
     };
 #pragma unroll 1
     for (int batch = 0; batch < AHEAD; batch += BATCH) bring(batch);
-    const int factor_row = thread / BATCH;
+    // Factors of the next batch are found while this one is merged, by warps that have no pieces, where there are some.
+    const int factor_row = (COMPUTING - 1 - thread) / BATCH;
     const int last_row = (min(first + AT_ONCE, end) - 1) / 4;
     RowFactors its(entries, first_row + factor_row, count, first_row + factor_row <= last_row);
+    const bool finds = __any_sync(~0u, its.is_used);
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f}, total = 0.0f;
+    if (finds) its.find(factors + factor_row * BATCH, 0);
 #pragma unroll 1
     for (int batch = 0; batch < count; batch += BATCH) {
-      Factor* to = factors + batch / BATCH % 2 * (MOST_ROWS * BATCH);
-      its.find(to + factor_row * BATCH, batch);
+      const int turn = batch / BATCH % 2;
       asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD / BATCH - 1) : "memory");
       meet_computing();
+      if (finds && batch + BATCH < count) {
+        its.find(factors + ((turn ^ 1) * MOST_ROWS + factor_row) * BATCH, batch + BATCH);
+      }
       if (is_used) {
-        const Factor* of_row = to + (row - first_row) * BATCH;
+        const Factor* of_row = factors + (turn * MOST_ROWS + row - first_row) * BATCH;
         const u32 at = own + batch % AHEAD * FAR;
+        constexpr int SOME = 8;  // loaded together, without branches between them
+#pragma unroll 1
+        for (int some = 0; some < BATCH; some += SOME) {
+          float x[SOME][4];
+          Factor by[SOME];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-          if (batch + i >= count) break;
-          const Factor factor = of_row[i];
-          float x[4];
-          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                       : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                       : "r"(at + i * FAR)
-                       : "memory");
-          total = __fmaf_rn(total, factor.left, factor.total);
+          for (int i = 0; i < SOME; ++i) {
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(x[i][0]), "=f"(x[i][1]), "=f"(x[i][2]), "=f"(x[i][3])
+                         : "r"(at + (some + i) * FAR)
+                         : "memory");
+            by[i] = of_row[some + i];
+          }
 #pragma unroll
-          for (int d = 0; d < 4; ++d) {
-            sums[d] = __fmaf_rn(sums[d], factor.left, __fmul_rn(x[d], factor.right));
+          for (int i = 0; i < SOME; ++i) {
+            const bool is_there = batch + some + i < count;  // behind the last one may be anything
+            const float its_total = __fmaf_rn(total, by[i].left, by[i].total);
+            total = is_there ? its_total : total;
+#pragma unroll
+            for (int d = 0; d < 4; ++d) {
+              const float sum = __fmaf_rn(sums[d], by[i].left, __fmul_rn(x[i][d], by[i].right));
+              sums[d] = is_there ? sum : sums[d];
+            }
           }
         }
       }

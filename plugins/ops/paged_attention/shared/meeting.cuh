@@ -15,12 +15,17 @@ DEVICE void wait_for_others(int* counter, int count) {
   }
 }
 
-// The same thread, when all have met: the last one sets the counter to zero.
-DEVICE void leave_others(int* counter, int count) {
+// The same thread, when all have met: how many had come or left before.
+DEVICE int count_leaving(int* counter) {
   int left;
   asm volatile("atom.add.relaxed.gpu.global.s32 %0, [%1], 1;"
                : "=r"(left)
                : "l"(counter)
                : "memory");
-  if (left == 2 * count - 1) *counter = 0;
+  return left;
+}
+
+// The last one sets the counter to zero.
+DEVICE void leave_others(int* counter, int count) {
+  if (count_leaving(counter) == 2 * count - 1) *counter = 0;
 }
