@@ -154,8 +154,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   const int left = leave_shares(counter);
   asm volatile("" : "+f"(value_scale), "+f"(its_scale));
   const float quanta = STATIC ? __fdiv_rn(1.0f, its_scale) : 1.0f;
-  const bool drops = (long long)place.all_entries * part.rows * (SIZE * 4) > MANY_BYTES;
-  merge_entries(own, memory, part, part.entries.of(count_units(place.context.end)), place.nth, sharing, drops, out,
+  merge_entries(own, memory, part, part.entries.of(count_units(place.context.end)), place.nth, sharing, out,
                 value_scale, quanta);
   clear_shares(counter, left, sharing);
 }

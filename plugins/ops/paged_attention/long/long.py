@@ -75,9 +75,6 @@ _TAIL_TILES = 15  # of a context that take as long in long.cu as what follows a 
 # Microseconds that thread blocks which share contexts take longer: they meet, and merge.
 _SHARING_US = 15.0
 _ALONE = 0.8  # of a tile's time, where a multiprocessor has one thread block that could have two
-# Tokens of a context up to which generation.cu is as fast for one chain of more rows than a
-# warpgroup has (docs/performance/log/attention.md).
-_AS_FAST = 8192
 
 
 AnyVariant = TypeVar("AnyVariant")  # of long.cu or long_batch.cu
@@ -147,10 +144,8 @@ def long_launch(
     if has_trees and max(min(shape.max_query_len, short), shape.max_tree_len) > MAX_TREE:
         return None
     cut = cut_of(call, limits, shape, short, partials, has_trees=has_trees)
-    if shape.num_requests == 1 and not has_trees:
-        is_as_fast = cut.variant.warpgroups > 1 and shape.max_kv_len <= _AS_FAST
-        if cut.lacks_room or cut.num_blocks == 1 and is_as_fast:
-            return None
+    if shape.num_requests == 1 and not has_trees and cut.lacks_room:
+        return None
     trees: tuple[torch.Tensor | int, ...] = ()
     if has_trees:
         tokens = min(call.inputs["q"].shape[0], step.position_ids.shape[0])

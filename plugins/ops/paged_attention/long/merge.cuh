@@ -11,7 +11,6 @@ constexpr int PIECE_THREADS = QUARTER / 4;  // four dimensions each
 constexpr int AT_ONCE = COMPUTING / PIECE_THREADS;  // pieces
 constexpr int BATCH = 16;   // entries whose factors are computed together, one a lane
 constexpr int AHEAD = 48;   // entries on their way to a thread
-constexpr long long MANY_BYTES = 64 << 20;
 constexpr int MOST_ROWS = AT_ONCE / 4 + 1;  // of the pieces at once
 static_assert(MOST_ROWS <= COMPUTING / BATCH, "half a warp for the factors of a row");
 static_assert(QUARTER * 4 == 128, "a piece is a line");
@@ -85,10 +84,9 @@ struct RowFactors {
   }
 };
 
-// Merges and writes what thread block `nth` of `num_shares` takes of the rows' pieces. `drops`: L2 is too small for what has
-// been stored in this launch, so lines leave it (fewer stay there until the next layer's).
+// Merges and writes what thread block `nth` of `num_shares` takes of the rows' pieces.
 DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int count, int nth,
-                        int num_shares, bool drops, OUT_TYPE::Storage* out, float value_scale, float quanta) {
+                        int num_shares, OUT_TYPE::Storage* out, float value_scale, float quanta) {
   const Entries& entries = part.entries;
   const int pieces = 4 * part.rows, each = (pieces + num_shares - 1) / num_shares;
   const int end = min((nth + 1) * each, pieces), thread = threadIdx.x - THREADS;
@@ -161,8 +159,9 @@ DEVICE void merge_entries(const Tiles& shared, u8* memory, const Part& part, int
           }
         }
       }
-      // Lines that nobody reads any more are not written to memory; the eight threads of a piece have two each of sixteen.
-      if (drops && is_used) {
+      // Lines that nobody reads any more leave L2 without being written to memory, which the products that follow would wait
+      // for. The eight threads of a piece have two each of sixteen.
+      if (is_used) {
         const float4* line = from - thread % PIECE_THREADS;
 #pragma unroll
         for (int i = thread % PIECE_THREADS; i < BATCH; i += PIECE_THREADS) {

@@ -131,7 +131,7 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
   const int own = int(blockIdx.x) - parts, end = border(own + 1);
   if (lane == 0) {
     range.begin = border(own), range.end = end, range.longest = each;
-    place.count = 0, place.all_entries = entries;
+    place.count = 0;
   }
   __syncwarp();
   int before = 0, parts_before = 0, entries_before = 0;

@@ -76,7 +76,6 @@ struct Place {
   Share share;
   int first_unit;   // of the second entry
   int first_entry;  // of the context's
-  int all_entries;  // of all contexts
   int counter;
 
   // By a warp, of which one lane has the context: where its share begins and ends, and where the first one of the context ends,
@@ -104,7 +103,6 @@ DEVICE void find_place(Place& place, const Requests& all, int room) {
     its.load(all, blockIdx.z);
     place.put(its, 0, blockIdx.z, blockIdx.y, blockIdx.x, its.cost > 0 ? gridDim.x : 0);
     if (lane_id() == 0) place.first_entry = blockIdx.y * room, place.counter = counter;
-    if (lane_id() == 2) place.all_entries = (count_units(its.end) - place.first_unit + 1) * gridDim.y;
     return;
   }
   const int lane = lane_id(), blocks = gridDim.x;
@@ -152,7 +150,6 @@ DEVICE void find_place(Place& place, const Requests& all, int room) {
       if (found >> lane & 1) place.first_entry = blockIdx.y * room + last - own, place.counter = (first + lane) * counters + counter;
       before = __shfl_sync(~0u, to, 31), entries = __shfl_sync(~0u, last, 31);
     }
-    if (lane == 0) place.all_entries = entries * gridDim.y;
     if ((before <= blocks && entries <= room) || each > cost) return;
     each += each;
   }

@@ -54,7 +54,9 @@ def test_it_compiles_for_every_page_size(tokens_per_block):
 def test_it_serves_few_requests_and_leaves_many_to_others():
     world, small = World(**MODEL), World(**SMALL)
     assert short_launch(small, 1, 1, 1024).spec.entry == "generation"
-    assert short_launch(world, 1, 11, LONG).spec.entry == "generation"
+    wide = World(**{**MODEL, "kv_dtype": torch.bfloat16})
+    assert short_launch(wide, 1, 11, LONG).spec.entry == "generation"
+    assert short_launch(world, 1, 11, LONG).spec.entry == "attend_long"
     assert short_launch(world, 1, 8, 1 << 16).spec.entry == "attend_long"
     assert short_launch(small, 2, 1, 512).spec.cluster == 8
     assert short_launch(world, 3, 1, LONG).spec.entry == "batch"
@@ -64,13 +66,12 @@ def test_it_serves_few_requests_and_leaves_many_to_others():
 
 def test_a_verification_has_blocks_without_clusters_where_clusters_find_no_room():
     """Two blocks of rows for each of 8 KV heads: 16 clusters of 16 would run in two waves."""
-    world = World(**MODEL)
+    world = World(**{**MODEL, "kv_dtype": torch.bfloat16})
     for tokens in (9, 11, 16):
         launch = short_launch(world, 1, tokens, LONG)
         assert launch.spec.cluster == 1 and launch.spec.entry == "generation"
         blocks = launch.grid[0] * launch.grid[1] * launch.grid[2]
         assert blocks <= 2 * world.limits().num_sms  # they wait for each other
-    assert short_launch(world, 1, 17, LONG).spec.entry == "attend_long"
     wide = World(**{**MODEL, "heads": 32, "kv_dtype": torch.bfloat16})
     assert short_launch(wide, 1, 16, LONG).spec.cluster == 16
 

@@ -87,6 +87,7 @@ def test_products_follow_each_other_while_weights_are_made(sizes):
         (WIDE, 1, 11, CONTEXT, (128, 16, 8, 1)),
         (WIDE, 1, 17, CONTEXT, (64, 11, 24, 1)),  # three blocks of up to 64 rows
         (WIDE, 1, 8, 8192, (64, 33, 8, 1)),
+        (WIDE, 1, 11, 4097, (128, 16, 8, 1)),  # from where verification.cu ends
         (WIDE, 12, 16, CONTEXT, (128, 16, 8, 1)),
         (WIDE, 16, 16, CONTEXT, (128, 1, 8, 16)),
     ],
