@@ -26,7 +26,7 @@ OF_TREES, TOGETHER, ALONE = " of trees", " together", " alone"
 # Bytes a thread, where tests of the kernel say why.
 SPILLS = {
     "ops/paged_attention/long/long.cu": 64,
-    "ops/paged_attention/long/long.cu" + ALONE: 192,
+    "ops/paged_attention/long/long.cu" + ALONE: 96,
     "ops/paged_attention/long_batch/long_batch.cu": 64,
     "ops/paged_attention/chunk/chunk.cu": 32,
 }
