@@ -79,7 +79,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   if (placed.count == 0) return;
 #endif
 #if ALONE
-  const Tiles own = {shared_address(memory) + (gridDim.z - 1) * 16};  // another address, as far as the compiler sees
+  // The same address, as gridDim.z is 1. The compiler cannot know that, so it keeps nothing for this loop through the ranges'.
+  const Tiles own = {shared_address(memory) + (gridDim.z - 1) * 16};
 #else
   const Tiles& own = shared;
 #endif
