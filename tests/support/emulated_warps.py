@@ -53,6 +53,7 @@ _PTX = {
     "barrier.cluster.wait": "emu::cluster_wait()",
     "barrier.sync": "emu::sync_block({0}, {1})",
     "barrier.sync 1, 128": "emu::sync_block(1, 128)",
+    "mov.b64 %0, {": "{0} = {1} | (unsigned long long){2} << 32",
     "mov.u32 %0, %%nctaid.x": "{0} = emu::grid.x",
     "bar.sync %0, 128": "emu::sync_block({0}, 128)",
     "bar.sync %0, %1": "emu::sync_block({0}, {1})",

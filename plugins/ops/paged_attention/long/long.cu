@@ -21,7 +21,7 @@
 #include "ops/paged_attention/long/tail.cuh"
 #endif
 #if ALONE
-#include "ops/paged_attention/long/ranges.cuh"
+#include "ops/paged_attention/long/attend_range.cuh"
 #endif
 
 // Registers of a thread that brings and of one that computes: 256 are two times 128, 504 three times 168.
@@ -59,31 +59,24 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   Range& range = *(Range*)(memory + RANGE_AT);
   if (threadIdx.x / 32 == 1) find_range(range, placed, requests, max_entries);
   __syncthreads();
-  if (placed.count == 0) {  // it has a range
-    if (range.begin == range.end) return;
-    if (threadIdx.x < THREADS) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
-      bring_range(shared, memory, requests, cache, block_tables);
-      return;
-    }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 " REGISTERS_COMPUTE ";");
-    wait_for_dependencies();
-    const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
-    attend_range(shared, memory, requests, q, v_scale, out_scale, out, position_ids, partial, max_entries, counters,
-                 scale);
+  if (range.begin == range.end) return;
+  if (threadIdx.x < THREADS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
+    bring_range(shared, memory, requests, cache, block_tables);
     return;
   }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 " REGISTERS_COMPUTE ";");
+  wait_for_dependencies();
+  const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
+  Part part;
+  State all;
+  const bool shares = attend_range(shared, memory, requests, q, v_scale, out_scale, out, position_ids, partial,
+                                   max_entries, counters, scale, part, all);
+  if (!shares) return;
 #else
   if (threadIdx.x / 32 == 1) find_place(placed, requests, max_entries);
   __syncthreads();
   if (placed.count == 0) return;
-#endif
-#if ALONE
-  // The same address, as gridDim.z is 1. The compiler cannot know that, so it keeps nothing for this loop through the ranges'.
-  const Tiles own = {shared_address(memory) + (gridDim.z - 1) * 16};
-#else
-  const Tiles& own = shared;
-#endif
   const Numbers numbers = placed.context.numbers;
   const int head = placed.rows % HEADS, first_token = placed.rows / HEADS * block_tokens;
   const int request = placed.request, limit = placed.context.limit, tiles = placed.context.tiles;
@@ -92,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   if (threadIdx.x < THREADS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
     const int own_tiles = max(min(numbers.limit - count, limit), 0) / KEYS;
-    Bringer bringer(own);
+    Bringer bringer(shared);
     bringer.aim(cache, head, block_tables + (long long)request * table_stride, limit);
     bringer.bring(share, limit, TREE ? tiles : own_tiles);
     return;
@@ -113,31 +106,39 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   State all;
   {
     const int warpgroup = WARPGROUPS > 1 && __any_sync(~0u, threadIdx.x >= 2 * THREADS);  // as the compiler sees
-    int full_tiles = tiles, last_key[2] = {0, 0};
-    if (!TREE) full_tiles = part.load_positions(position_ids, limit, last_key);
-    stage_queries(own.queries(warpgroup), q, part);
+    Seen seen = {share.end, tiles, {0, 0}};
+    if (!TREE) seen.full_tiles = part.load_positions(position_ids, limit, seen.last_key);
+    stage_queries(shared.queries(warpgroup), q, part);
     meet_computing();
-    const Queries<true> queries(own.queries(warpgroup));
+    const Queries queries(shared.queries(warpgroup));
     State unit;
     u32 parity = 0;
     all.clear();
+    const auto finish = [&](int nth, State& to, const State& its, const State::Weighed& weighed) {
+      finish_unit(part, nth, to, its, weighed);
+    };
 #if TREE
     const Tail tail(memory, numbers);
     const bool has_tail = placed.nth == placed.count - 1;
     // The root's work item, if it begins before the root's tile.
     const int root_unit = tail.paths.root_unit();
     const int held = has_tail && unit_start(root_unit) < tiles ? root_unit : -1;
-    const bool is_held =
-        attend_share(own, share, part, queries, full_tiles, last_key, scale, held, parity, all, unit);
+    unit.clear_states();
+    const bool is_held = share.begin < share.end && attend_share(shared, share.first_unit, seen, part.rows, queries, scale, held,
+                                                                 parity, all, unit, finish);
     if (has_tail) {
       const int* table = block_tables + (long long)request * table_stride;
       const Sources from = {q, cache, position_ids, trees, table, table_stride, num_pages, num_tokens};
       attend_tail(tail, part, is_held, all, unit, from, first_token, placed.context.end, scale);
     }
 #else
-    attend_share(own, share, part, queries, full_tiles, last_key, scale, -1, parity, all, unit);
+    unit.clear_states();
+    if (share.begin < share.end) {
+      attend_share(shared, share.first_unit, seen, part.rows, queries, scale, -1, parity, all, unit, finish);
+    }
 #endif
   }
+#endif
   const volatile Place& place = placed;  // read again, because keeping it through the loop would cost registers
   const int sharing = place.count;
   if (part.merges && sharing > 1) store_entry(part, 0, all, all.weighed());
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   const int left = leave_shares(counter);
   asm volatile("" : "+f"(value_scale), "+f"(its_scale));
   const float quanta = STATIC ? __fdiv_rn(1.0f, its_scale) : 1.0f;
-  merge_entries(own, memory, part, part.entries.of(count_units(place.context.end)), place.nth, sharing, out,
+  merge_entries(shared, memory, part, part.entries.of(count_units(place.context.end)), place.nth, sharing, out,
                 value_scale, quanta);
   clear_shares(counter, left, sharing);
 }

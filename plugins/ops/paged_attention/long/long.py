@@ -66,7 +66,7 @@ class Variant:
         return operands + self.byte_slots * tile + 4 * 8 * STAGES + _PLACE_BYTES
 
 
-_PLACE_BYTES = 128
+_PLACE_BYTES = 448
 STAGES = 2  # tiles of keys, and of values, as operands
 VARIANTS = (Variant(1, 2, 2, 1.5, 1.58), Variant(2, 1, 8, 1.21, 1.27))
 WINDOW_TILES = 3  # from a tree's root's on

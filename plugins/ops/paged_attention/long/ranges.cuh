@@ -149,109 +149,17 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
     const int nth = int(blockIdx.x) - (last - count * times);
     const u32 found = __ballot_sync(~0u, 0 <= nth && nth < count * times);
     const int rows = times > 0 ? nth / times : 0;
-    if (found) place.put(its, __ffs(found) - 1, first + lane, rows, nth - rows * times, times);
-    if (found >> lane & 1) {
+    if (found) {
+      place.put(its, __ffs(found) - 1, first + lane, rows, nth - rows * times, times);
+      __syncwarp();
+    }
+    if (found >> lane & 1) {  // as a range of the context alone
+      const int first_tile = rows * (its.tiles + EXTRA) + EXTRA;
+      range.request = first + lane, range.base = 0;
+      range.begin = first_tile + place.share.begin, range.end = first_tile + place.share.end;
       place.first_entry = blocks + last_entry - (count - rows) * entry;
       place.counter = (blocks + last - (count - rows) * times) * FLAG_STEP;
     }
     parts_before = __shfl_sync(~0u, last, 31), entries_before = __shfl_sync(~0u, last_entry, 31);
   }
-}
-
-DEVICE void bring_range(const Tiles& shared, u8* memory, const Requests& all, const KV_TYPE::Storage* cache,
-                        const int* block_tables) {
-  const volatile Range& range = *(const volatile Range*)(memory + RANGE_AT);
-  Bringer bringer(shared);
-  Contexts at;
-  at.start_at_end(all, range);
-#pragma unroll 1
-  do {
-    bringer.aim(cache, at.nth % HEADS, block_tables + (long long)at.request * all.table_stride, at.limit);
-    bringer.bring(at.share(range), at.limit, max(min(at.keys - at.tokens, at.limit), 0) / KEYS);
-  } while (at.advance(all, range));
-}
-
-// What has been merged of a context's beginning.
-DEVICE void load_merged(const Part& part, State& all) {
-  const int thread = thread_from_here() % 4;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = min(row_of(r), part.rows - 1);
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      const float4 x = __ldcg(part.entries.record(0, row, i, thread));
-      float* to = &all.acc[8 * i + 2 * r];
-      to[0] = x.x, to[1] = x.y, to[4] = x.z, to[5] = x.w;
-    }
-    const float2 its = __ldcg(&part.entries.state(0, row));
-    all.largest[r] = its.x, all.total[r] = its.y;
-  }
-}
-
-// It is handed over by a flag, which is zero before and after. Who waits has a greater number, so all that it waits for have
-// started.
-DEVICE void tell_next(int* flag) {
-  meet_computing();
-  if (threadIdx.x == THREADS) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
-}
-DEVICE void wait_for_beginning(int* flag) {
-  if (threadIdx.x == THREADS) {
-    int is_there;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(is_there) : "l"(flag) : "memory");
-    } while (!is_there);
-    *flag = 0;
-  }
-  meet_computing();
-}
-
-DEVICE void attend_range(const Tiles& shared, u8* memory, const Requests& all_requests, const MODEL_TYPE::Storage* q,
-                         const float* v_scale, const float* out_scale, OUT_TYPE::Storage* out, const int* position_ids,
-                         float* partial, int room, int* flags, float scale) {
-  const volatile Range& range = *(const volatile Range*)(memory + RANGE_AT);
-  const int block_tokens = all_requests.block_tokens, entry_rows = block_tokens * GROUP;
-  const auto entries_of = [&](int nth) {  // what thread block nth hands over
-    Entries its;
-    its.rows = entry_rows, its.first_unit = 0;
-    its.sums = partial + (long long)nth * entry_rows * SIZE;
-    its.states = (float2*)(partial + (long long)room * entry_rows * SIZE) + nth * entry_rows;
-    return its;
-  };
-  Contexts at;
-  at.start_at_end(all_requests, range);
-  u32 parity = 0;
-#pragma unroll 1
-  do {
-    const Share share = at.share(range);
-    if (share.begin >= share.end) continue;
-    const int first_token = at.nth / HEADS * block_tokens;
-    Part part;
-    part.head = at.nth % HEADS, part.token = at.start + first_token;
-    part.rows = min(block_tokens, at.tokens - first_token) * GROUP;
-    part.merges = true;
-    meet_computing();  // the queries before have been read
-    int last_key[2];
-    const int full_tiles = part.load_positions(position_ids, at.limit, last_key);
-    stage_queries(shared.queries(0), q, part);
-    meet_computing();
-    const Queries<false> queries(shared.queries(0));
-    State all, unit;
-    if (share.begin > 0) {
-      part.entries = entries_of(blockIdx.x - 1);
-      wait_for_beginning(flags + (blockIdx.x - 1) * FLAG_STEP);
-      load_merged(part, all);
-    } else {
-      all.clear();
-    }
-    attend_share(shared, share, part, queries, full_tiles, last_key, scale, -1, parity, all, unit);
-    if (share.end < at.tiles) {
-      part.entries = entries_of(blockIdx.x);
-      store_entry(part, 0, all, all.weighed());
-      tell_next(flags + blockIdx.x * FLAG_STEP);
-    } else {
-      const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
-      const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
-      write_merged(all, part, out, value_scale, quanta);
-    }
-  } while (at.advance(all_requests, range));
 }

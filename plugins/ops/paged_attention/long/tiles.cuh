@@ -125,7 +125,9 @@ struct Bringer {
     const u32 thread = thread_from_here(), key = own_key(thread) % COPY_STEP, part = 2 * own_piece(thread);
     has_values = __any_sync(~0u, thread >= THREADS / 2);
     if (EVERY > 1) slot = __any_sync(~0u, thread % 64 >= 32);
-    own_bytes = thread % (TOGETHER * 32) * 16 + (has_values ? HALF_TILE : 0);
+    // A key's eight pieces are a line of memory, which arrives at once: they lie side by side, of every second key the other half
+    // first, as eight threads have four pieces each of two keys.
+    own_bytes = key * SIZE + ((own_piece(thread) ^ key % 2 * 4) << 4) + (has_values ? HALF_TILE : 0);
     place = part / 8 * HALF_BYTES + key * 128 + ((part % 8 ^ key) << 4);
     asm volatile("" : "+r"(own_bytes), "+r"(place));  // kept: the thread's number takes longer to read again
   }

@@ -2,12 +2,9 @@
 // item (`unit`).
 #pragma once
 
-#include "ops/paged_attention/long/tiles.cuh"
+#include "ops/paged_attention/long/queries.cuh"
 
 static_assert(STAGES == 2, "a slot is the first or the second");
-// Of the products along a head, those whose queries are in registers, where no work item is stored.
-constexpr int QUERY_STEPS = 2;
-
 // Where what others merge of a block of rows is stored (an entry): first what the thread block with the beginning has merged,
 // then the work items behind its share. Of each row its sums and its state.
 //
@@ -62,29 +59,6 @@ DEVICE void stage_queries(u32 target, const MODEL_TYPE::Storage* q, const Part& 
   shared_fence();
 }
 
-// A warpgroup's queries as its products take them: as shared memory is what most of a tile's work passes through, some
-// are in registers, where there are any left.
-template <bool STORES>
-struct Queries {
-  static constexpr int KEPT = STORES ? 0 : QUERY_STEPS;
-  u32 at;
-  u32 steps[QUERY_STEPS][4];
-
-  // The warp's 16 rows, when all have been staged.
-  DEVICE explicit Queries(u32 address) : at(address) {
-    const int lane = lane_id(), row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
-      const int piece = 2 * i + lane / 16;
-      u32(&x)[4] = steps[i];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                   : "r"(at + piece / 8 * HALF_BYTES + row * 128 + ((piece % 8 ^ (row & 7)) << 4))
-                   : "memory");
-    }
-  }
-};
-
 DEVICE void store_entry(const Part& part, int entry, const State& its, const State::Weighed& weighed) {
   const int thread = thread_from_here() % 4;
 #pragma unroll
@@ -103,35 +77,13 @@ DEVICE void store_entry(const Part& part, int entry, const State& its, const Sta
 }
 
 // A work item that is complete: merged with what is left of it, or stored.
-template <bool STORES = true>
 DEVICE void finish_unit(const Part& part, int unit, State& all, const State& its,
                         const State::Weighed& weighed) {
-  if (!STORES || part.merges) {
+  if (part.merges) {
     append(all, its, weighed);
   } else {
     store_entry(part, part.entries.of(unit), its, weighed);
   }
-}
-
-// As `start_logits`, but places in the operands are found one after another: all of them at once, before the loop, take
-// more of the registers that a warp's lanes share than there are.
-template <class Its>
-DEVICE void start_logits_in_turn(float (&s)[32], const Its& queries, u32 keys) {
-  u64 a = operand(queries.at), b = operand(keys);
-  keep_order(s);
-  product_fence();
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i) {
-    if (i < Its::KEPT) {
-      Attention<Inner>::logits(s, queries.steps[i], b, i > 0);
-    } else {
-      Attention<Inner>::logits(s, a, b, i > 0);
-    }
-    const int step = i % 4 == 3 ? HALF_BYTES / 16 - 6 : 2;
-    a += step, b += step;
-    asm volatile("" : "+l"(a), "+l"(b));
-  }
-  product_commit();
 }
 
 // Totals of which two of a row's four lanes know each: of a thread's first row lanes 0 and 1, of the second lanes 2 and 3.
@@ -160,29 +112,31 @@ struct OwnTotals {
   }
 };
 
-// Attends to a share's tiles, and merges with `all` or, if STORES, may store. From full_tiles on rows see keys up to last_key only. Work
-// item `held` is not finished: it is left in `unit`. Whether there was one. `parity`: of the keys' slots, the first of
-// which has the first tile.
-template <bool STORES>
-DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& part,
-                         const Queries<STORES>& queries, int full_tiles, const int (&last_key)[2], float scale,
-                         int held, u32& parity, State& all, State& unit) {
-  unit.clear_states();
-  if (share.begin >= share.end) return false;
-  const bool is_idle = row_of(0) / 16 * 16 >= part.rows;  // the warp's rows are all missing
+// A share's tiles end at `end`; from full_tiles on, a thread's rows see keys up to last_key only.
+struct Seen {
+  int end, full_tiles, last_key[2];
+};
+
+// Attends to a share's tiles, of which there is one at least, for a thread block with so many rows. finish(unit, all, its, weighed)
+// merges a work item with `all` or stores it. Work item `held` is not finished: it is left in `unit`, which has no state at first.
+// Whether there was one. `parity`: of the keys' slots, the first of which has the first tile.
+template <class ItsSeen, class Finish>
+DEVICE bool attend_share(const Tiles& shared, int first_unit, const ItsSeen& keys, int rows, const Queries& queries, float scale,
+                         int held, u32& parity, State& all, State& unit, const Finish& finish) {
+  const bool is_idle = row_of(0) / 16 * 16 >= rows;  // the warp's rows are all missing
   Walk at;
-  at.start(share.first_unit);
+  at.start(first_unit);
   float s[State::LOGITS];
   u32 weights[State::WORDS];
   Softening softening;
   const OwnTotals totals;
   const auto find_base = [&] {
-    if (at.tile < full_tiles) {
+    if (at.tile < keys.full_tiles) {
       softening.find_base<false>(unit, s, {}, scale);
     } else {
       int seen[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) seen[r] = last_key[r] - at.tile * KEYS;
+      for (int r = 0; r < 2; ++r) seen[r] = keys.last_key[r] - at.tile * KEYS;
       softening.find_base<true>(unit, s, seen, scale);
     }
   };
@@ -239,7 +193,7 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
     // Tiles of the same work item of which all rows see all keys. Work items of several tiles begin with even ones, and so does
     // a share that has any.
     if (!odd && at.unit == its) {
-      const int plain_end = min(min(at.unit_end, share.end), full_tiles);
+      const int plain_end = min(min(at.unit_end, keys.end), keys.full_tiles);
       const auto attend_plain = [&](bool its_slot) {
         odd = its_slot;
         multiply(its_slot);
@@ -261,7 +215,7 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
       }
       if (at.tile == at.unit_end) at.start(at.unit + 1);
     }
-    if (at.tile >= share.end) break;
+    if (at.tile >= keys.end) break;
     odd = __any_sync(~0u, !odd);
     multiply(odd);
     is_first = at.unit != its;
@@ -272,7 +226,7 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
     release_values(!odd);
     if (is_first) {
       if (OwnTotals::ARE_USED) totals.share(weighed.total);
-      finish_unit<STORES>(part, its, all, unit, weighed);
+      finish(its, all, unit, weighed);
       its = at.unit;
     }
     if (!is_idle) {
@@ -294,6 +248,6 @@ DEVICE bool attend_share(const Tiles& shared, const Share& share, const Part& pa
   parity ^= 1;
   if (OwnTotals::ARE_USED) totals.share(unit.total);
   if (its == held) return true;
-  finish_unit<STORES>(part, its, all, unit, unit.weighed());
+  finish(its, all, unit, unit.weighed());
   return false;
 }
