@@ -32,6 +32,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")
 
+# Little is ever garbage: what is imported stays, and tests leave few cycles.
+gc.set_threshold(200_000, 50, 50)
+
 share_cores()
 
 
@@ -67,7 +70,11 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def forked_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedProgram]:
     """The program as a process that need not import anything."""
-    made = ForkedProgram(tmp_path_factory.mktemp("program"))
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # all workers share it
+        folder = folder.parent
+    (folder / "program").mkdir(exist_ok=True)
+    made = ForkedProgram(folder / "program")
     yield made
     made.close()
 

@@ -10,12 +10,14 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a server's modules are imported from elsewhere
+    from support.forked_program import ForkedProgram
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.chmod", "os.remove", "os.rmdir", "shutil.copyfile")
 WAIT_S = 60.0
@@ -32,16 +34,19 @@ class Ended:
 
 
 class ForkServer:
-    """A process that has imported modules and forks for every command line."""
+    """A process that has imported what a command does and forks for every command line."""
 
-    def __init__(self, folder: Path, *modules: str) -> None:
+    def __init__(self, folder: Path, program: ForkedProgram, like: str) -> None:
+        """like: the command whose imports it has."""
         self._folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        (questions, ask), (answers, answer) = os.pipe(), os.pipe()
+        request = {"argv": ["serve"], "folder": str(folder), "environment": dict(os.environ)}
+        server = program.request({**request, "like": like}, (questions, answer, 2))
+        with server, server.makefile() as said:
+            self._process = int(said.readline())
+        os.close(questions)
+        os.close(answer)
+        self._questions, self._answers = os.fdopen(ask, "w"), os.fdopen(answers)
 
     def start(self, *argv: object, below: Path | None = None, **options: Any) -> int:
         """Start a command line; its process id. Moments are counted below `below`.
@@ -74,24 +79,21 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server; it keeps nothing."""
-        self._process.kill()
-        self._process.communicate()
+        os.kill(self._process, signal.SIGKILL)
+        self._questions.close()
+        self._answers.close()
 
     def _ask(self, request: dict[str, Any]) -> str:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
+        print(json.dumps(request), file=self._questions, flush=True)
+        return self._answers.readline()
 
 
 # ---- in the server ----
 
 
-def serve(modules: list[str]) -> None:
+def serve() -> None:
     codes: dict[int, int] = {}
     answers = os.fdopen(os.dup(1), "w")  # the commands' stdout is another
-    for module in modules:
-        __import__(module)
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
@@ -157,4 +159,4 @@ def hold(path: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    serve()

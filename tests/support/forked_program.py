@@ -4,20 +4,27 @@
 with them done. A fork has its own working folder, environment and arguments, and its stdin, stdout
 and stderr are the caller's files. Tests of start-up, signals, memory, or settings that libraries
 read when they are imported start the real program.
+
+There is one server for all test workers, as quantize's imports alone take ten seconds. It ends with
+the last worker that has asked it for something.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
+import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,16 +35,18 @@ MODULES = {
     "quantize": ("llmctl.quantize.quantizer", "transformers.models.llama.modeling_llama"),
     "run": ("llmctl.cli.run.session", "llmctl.runtime.api.executor"),
     "follow": ("llmctl.runtime.ranks.follower", "llmctl.runtime.engines.open_cpu"),  # a rank
+    "serve": (),  # another server, support/forked.py
 }
+FORKED = str(Path(__file__).with_name("forked.py"))
 ALWAYS = ("llmctl.cli.main", "torch", "safetensors.torch", "tokenizers")
 
 
 class ForkedProgram:
-    """The server, started at the first use of `command`."""
+    """The server of a folder that all workers share, started at the first use of `command`."""
 
     def __init__(self, folder: Path) -> None:
         self._address = folder / "socket"
-        self._process: subprocess.Popen[str] | None = None
+        self._held: socket.socket | None = None  # while there is one of these, the server is there
 
     @property
     def command(self) -> list[str]:
@@ -45,28 +54,47 @@ class ForkedProgram:
         self._start()
         return [sys.executable, "-I", "-S", __file__, "call", str(self._address)]
 
-    def request(self, wanted: Mapping[str, object]) -> socket.socket:
-        """Where a fork for `wanted`, whose stdout is nowhere, says its process id and exit code, a
-        line each."""
+    def request(
+        self, wanted: Mapping[str, object], files: tuple[int, int, int] | None = None
+    ) -> socket.socket:
+        """Where a fork for `wanted` says its process id and exit code, a line each. files: for
+        stdin, stdout and stderr; None: stdout is nowhere."""
         self._start()
         server = socket.socket(socket.AF_UNIX)
         with open(os.devnull, "r+b", buffering=0) as nowhere:
-            ask(server, str(self._address), wanted, (nowhere.fileno(), nowhere.fileno(), 2))
+            ask(
+                server, str(self._address), wanted, files or (nowhere.fileno(), nowhere.fileno(), 2)
+            )
         return server
 
     def _start(self) -> None:
-        if self._process is None:
-            words = [sys.executable, __file__, "serve", str(self._address)]
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
-            assert self._process.stdout is not None
-            assert self._process.stdout.readline() == "ready\n"
+        if self._held is not None:
+            return
+        with open(self._address.with_name("lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            while self._held is None:
+                if not self._address.exists():
+                    words = [sys.executable, __file__, "serve", str(self._address)]
+                    pipe = subprocess.PIPE
+                    started = subprocess.run(words, stdin=pipe, stdout=pipe, text=True)
+                    assert started.stdout == "ready\n"
+                self._held = self._hold()
+
+    def _hold(self) -> socket.socket | None:
+        """None: the server there was has ended meanwhile."""
+        held = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):
+            held.connect(str(self._address))
+            held.sendall(b"h")
+            if held.recv(1):
+                return held
+        held.close()
+        return None
 
     def close(self) -> None:
-        """End the server; it keeps nothing."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        """End the server, if no other worker has it; it keeps nothing."""
+        if self._held is not None:
+            self._held.close()
 
 
 # ---- in the client, which imports nothing but the above ----
@@ -96,29 +124,53 @@ def ask(
 # ---- in the server ----
 
 
-def serve(address: str) -> None:
-    """Fork for every call, until the process that started this one ends it or has ended."""
+def serve(address: str) -> NoReturn:
+    """Fork for every call, in a process that this one leaves behind, until nobody holds it."""
     from cores import share_cores
 
     del sys.path[0]  # this folder
+    gc.set_threshold(200_000, 50, 50)  # as in cli/entry.py
     share_cores()
     for module in ALWAYS:
         importlib.import_module(module)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
-    print("ready", flush=True)
-    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
-        client, _ = listener.accept()
-        reap()
-        _, files, _, _ = socket.recv_fds(client, 1, 3)
-        request = json.loads(client.makefile().read())
-        prepare(request["argv"])
-        if os.fork() == 0:
-            run(client, files, request)
-        for file in files:
-            os.close(file)
-        client.close()
+    if os.fork():
+        print("ready", flush=True)
+        os._exit(0)
+    with open(os.devnull, "r+b", buffering=0) as nowhere:
+        for number in (0, 1):  # whose reader waits for the end of the last copy
+            os.dup2(nowhere.fileno(), number)
+    held: list[socket.socket] = []
+    while True:
+        for ready in select.select([listener, *held], [], [])[0]:
+            if ready is not listener:
+                held.remove(ready)
+                ready.close()
+            elif (client := listener.accept()[0]).recv(1, socket.MSG_PEEK) == b"h":
+                client.sendall(client.recv(1))
+                held.append(client)
+            else:
+                answer(client, [listener, *held])
+        if not held:
+            os.unlink(address)
+            os._exit(0)
+
+
+def answer(client: socket.socket, others: list[socket.socket]) -> None:
+    """Fork for this client."""
+    _, files, _, _ = socket.recv_fds(client, 1, 3)
+    request = json.loads(client.makefile().read())
+    reap()
+    prepare(request["argv"], request.get("like"))
+    if os.fork() == 0:
+        for other in others:
+            other.close()
+        run(client, files, request)
+    for file in files:
+        os.close(file)
+    client.close()
 
 
 def reap() -> None:
@@ -128,9 +180,9 @@ def reap() -> None:
             pass
 
 
-def prepare(words: list[str]) -> None:
-    """Import what the command imports."""
-    name = words[0] if words else ""
+def prepare(words: list[str], like: str | None = None) -> None:
+    """Import what the command imports, or the one named."""
+    name = like or (words[0] if words else "")
     for module in MODULES.get(name, ()):
         importlib.import_module(module)
     if name == "quantize":
@@ -143,7 +195,7 @@ def run(client: socket.socket, files: list[int], request: dict[str, Any]) -> NoR
     """One command line, to the end of this process."""
     code: object = 70
     client.sendall(f"{os.getpid()}\n".encode())
-    is_rank, exit_now = request["argv"][:1] == ["follow"], os._exit
+    kind, exit_now = request["argv"][:1], os._exit
 
     def say_and_exit(code: object) -> NoReturn:
         client.sendall(str(code).encode())
@@ -159,12 +211,14 @@ def run(client: socket.socket, files: list[int], request: dict[str, Any]) -> NoR
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        sys.argv = ["llmctl", *request["argv"][is_rank:]]
-        if is_rank:
+        sys.argv = ["llmctl", *request["argv"][kind in (["follow"], ["serve"]) :]]
+        if kind == ["follow"]:
             from llmctl.runtime.ranks.follower import main
 
             os.setpgid(0, 0)
             os._exit = say_and_exit  # as a rank ends whatever it waits for
+        elif kind == ["serve"]:
+            main = partial(runpy.run_path, FORKED, run_name="__main__")
         else:
             from llmctl.cli.entry import main
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.disks import Mount, mounts
 from support.forked import ForkServer
+from support.forked_program import ForkedProgram
 
 
 @pytest.fixture
@@ -43,20 +43,24 @@ def quantize_words(engines) -> Callable[[Path], list[object]]:
 
 
 @pytest.fixture(scope="session")
-def forked(tmp_path_factory: pytest.TempPathFactory, build_words) -> Iterator[ForkServer]:
+def forked(
+    tmp_path_factory: pytest.TempPathFactory, forked_program: ForkedProgram, build_words
+) -> Iterator[ForkServer]:
     """Command lines as processes that share what `run` and `build` import."""
     folder = tmp_path_factory.mktemp("forked")
-    server = ForkServer(folder, "llmctl.cli.run.session", "llmctl.runtime.api.executor")
+    server = ForkServer(folder, forked_program, like="run")
     assert server.warm(*build_words(folder / "warm")).code == 0
     yield server
     server.close()
 
 
 @pytest.fixture(scope="session")
-def forked_quantize(tmp_path_factory: pytest.TempPathFactory, quantize_words) -> Iterator[Any]:
+def forked_quantize(
+    tmp_path_factory: pytest.TempPathFactory, forked_program: ForkedProgram, quantize_words
+) -> Iterator[ForkServer]:
     """The same with what `quantize` imports, which takes seconds."""
     folder = tmp_path_factory.mktemp("forked-quantize")
-    server = ForkServer(folder, "llmctl.cli.quantize")
+    server = ForkServer(folder, forked_program, like="quantize")
     assert server.warm(*quantize_words(folder / "warm")).code == 0
     yield server
     server.close()
