@@ -16,6 +16,23 @@ DEVICE u32 token_place(u32 tokens, int token, int at) {
          (chunk * S::OPERAND_ROWS + row) * 128 + ((piece ^ row % 8) << 4);
 }
 
+// Zeros in the columns of the operand that no interval has. Nobody uses their sums, but products of zeros take less power
+// than those of the keys and values that lay there. They stay while products have the same place for their tokens, up to
+// the next layer's attention.
+template <class S>
+DEVICE void clear_idle_columns(const Shared& shared) {
+  constexpr int USED = S::UNIT_INTERVALS * TOKENS, ROW_PIECES = (S::OPERAND_ROWS - USED) * 8;  // of 16 bytes, 128 bytes of K
+  constexpr int PIECES = S::TOKEN_BYTES / (S::OPERAND_ROWS * 128) * ROW_PIECES, SOME = ROW_PIECES + !ROW_PIECES;
+#pragma unroll
+  for (int i = threadIdx.x; i < PIECES; i += COMPUTE) {
+    const int block = i / SOME, piece = i % SOME;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
+                     shared.tokens + block * (S::OPERAND_ROWS * 128) + USED * 128 + piece * 16),
+                 "r"(0)
+                 : "memory");
+  }
+}
+
 // so that wgmma sees the stores
 template <class S>
 DEVICE void tokens_are_ready() {
@@ -61,7 +78,9 @@ DEVICE void bring_tokens(const Shared& shared, const Arrivals& arrivals, const u
     } else {
       arrivals.wait(EARLY);
     }
-    take_pieces<1>(held, first, from, COMPUTE * 16, has, [] {});
+    take_pieces<1>(held, first, from, COMPUTE * 16, has, [&] {
+      if (MXFP4 && !IS_COPIED) clear_idle_columns<S>(shared);  // no warp of the block attends any more
+    });
     if (IS_COPIED && !LANDS_APART<S>) meet();
   } else {
 #pragma unroll
