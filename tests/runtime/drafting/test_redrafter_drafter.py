@@ -13,7 +13,6 @@ from support.head_schedules import (
     prompts,
     run_any_schedule,
 )
-from support.seeds import schedules
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.redrafter.drafter import BeamShape, ReDrafter
@@ -68,7 +67,7 @@ def test_the_first_round_after_a_prompt_has_drafts():
     assert reports[3].commits[0].num_drafts == 7, "as many as a step of 8 tokens holds"
 
 
-@pytest.mark.parametrize("schedule", schedules(8))
+@pytest.mark.parametrize("schedule", range(8))
 @pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("ahead", [None, FakeCompiledSearch])
 def test_any_schedule_gives_the_plain_answer(schedule, agreement, ahead):

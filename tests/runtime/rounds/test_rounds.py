@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.seeds import schedules
 
 from llmctl.errors import BadLogits
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
@@ -51,7 +50,7 @@ def make_harness(fake, agreement, generator, **rest):
 
 
 @pytest.mark.parametrize("agreement", [None, 1.0, 0.8, 0.0])
-@pytest.mark.parametrize("schedule", schedules(12))
+@pytest.mark.parametrize("schedule", range(12))
 def test_rounds_ahead_of_the_host_give_the_plain_answer(fake, agreement, schedule):
     generator = np.random.default_rng([schedule, int(10 * (agreement or 0))])
     is_small = schedule % 3 == 0
@@ -90,7 +89,7 @@ class RandomLengths:
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("schedule", schedules(10))
+@pytest.mark.parametrize("schedule", range(10))
 def test_draft_lengths_that_change_from_round_to_round_change_no_token(fake, on_device, schedule):
     generator = np.random.default_rng([schedule, 5])
     draft = fake.Engine(agreement=0.8, max_seq_len=int(generator.choice([96, 50])))
