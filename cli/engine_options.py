@@ -5,13 +5,14 @@ Written like those of `run_options.py`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Option
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy
+from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy, refuse_step_limit
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 
 
@@ -19,10 +20,11 @@ def step_target(text: str | None) -> float | Literal["auto"] | None:
     """The value of --max-step-ms. Raises BadConfig."""
     if text is None or text == "auto":
         return None if text is None else "auto"
-    try:
-        return float(text)
-    except ValueError:
-        raise BadConfig(f"--max-step-ms is {text!r}; it must be a time or auto") from None
+    value: object = text
+    with suppress(ValueError):
+        value = float(text)
+    refuse_step_limit(value, is_chunked=True)
+    return float(text)
 
 
 def chunking_policy(given: ContextChunkingPolicy | None, is_chunked: bool) -> ContextChunkingPolicy:

@@ -27,7 +27,11 @@ from llmctl.runtime.engines.opening import TARGET, Log, OpenRequest, opener_of
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, what_windows_save
 from llmctl.runtime.ranks.launch import require_drafts, require_world
 from llmctl.runtime.ranks.serve import serve_rank
-from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.schedule.admission import (
+    CapacitySchedulerPolicy,
+    SchedulerConfig,
+    refuse_step_limit,
+)
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 
 if TYPE_CHECKING:
@@ -65,21 +69,7 @@ class EngineOptions:
         if not 0 < self.rank_timeout_s < 1e6:  # also NaN
             raise BadConfig(f"--rank-timeout is {self.rank_timeout_s}; more than 0 s is wanted")
         if self.max_step_ms is not None:
-            self._check_step_limit(self.max_step_ms)
-
-    def _check_step_limit(self, max_step_ms: float | Literal["auto"]) -> None:
-        """What the scheduler would find only when the weights are loaded."""
-        if max_step_ms != "auto" and not 0 < max_step_ms < 1e9:  # also NaN
-            raise BadConfig(
-                f"--max-step-ms is {max_step_ms:g}; a time above 0 ms, or auto, is wanted",
-                fix="leave --max-step-ms out for the largest chunks",
-            )
-        if not self.enable_chunked_context:
-            raise BadConfig(
-                "--max-step-ms shrinks the chunks of prompts, and --no-enable-chunked-context has "
-                "none",
-                fix="leave one of the two out",
-            )
+            refuse_step_limit(self.max_step_ms, is_chunked=self.enable_chunked_context)
 
     @property
     def folders(self) -> dict[str, Path]:

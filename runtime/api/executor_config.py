@@ -9,6 +9,7 @@ from llmctl.errors import BadConfig
 from llmctl.runtime.api import refused
 from llmctl.runtime.api.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
 from llmctl.runtime.kv_cache import AttentionWindow
+from llmctl.runtime.schedule.admission import refuse_step_limit
 from llmctl.runtime.schedule.scheduler import Limits, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class ExecutorConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadConfig(f"{name} is {value}; it must be at least 1")
+        if self.max_step_ms is not None:
+            refuse_step_limit(self.max_step_ms, is_chunked=self.scheduler.enable_chunked_context)
         for name in ("iter_stats_max_iterations", "request_stats_max_iterations"):
             if getattr(self, name) < 0:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 0")

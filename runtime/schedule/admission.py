@@ -53,6 +53,26 @@ class Limits:
             raise BadConfig(f"max_draft_len is {self.max_draft_len}; it must be at least 0")
 
 
+MOST_STEP_MS = 1e9
+
+
+def refuse_step_limit(max_step_ms: object, *, is_chunked: bool) -> None:
+    """Raise BadConfig for what is no limit of a step's time, and where nothing could keep one."""
+    is_time = isinstance(max_step_ms, int | float) and 0 < max_step_ms < MOST_STEP_MS  # not NaN
+    if not is_time and max_step_ms != "auto":
+        found = f"{max_step_ms:g}" if isinstance(max_step_ms, int | float) else repr(max_step_ms)
+        raise BadConfig(
+            f"--max-step-ms is {found}; it must be auto, or more than 0 ms and less than "
+            f"{MOST_STEP_MS:g}",
+            fix="leave --max-step-ms out for the largest chunks",
+        )
+    if not is_chunked:
+        raise BadConfig(
+            "--max-step-ms shrinks the chunks of prompts, and --no-enable-chunked-context has none",
+            fix="leave one of the two out",
+        )
+
+
 def refuse_small_steps(config: SchedulerConfig, limits: Limits, cuts: Cuts) -> None:
     """Raise BadConfig where not even the smallest context chunk fits a step."""
     if not config.enable_chunked_context or limits.max_num_tokens >= cuts.widest:
@@ -77,7 +97,7 @@ def refuse_token_budget(num_tokens: int, limits: Limits, cuts: Cuts | None) -> N
     if cuts is None:
         raise BadConfig(
             "a token budget per step needs chunked context, which is off",
-            fix="turn --enable_chunked_context on, or leave --max-step-ms out",
+            fix="turn --enable_chunked_context on",
         )
     if not cuts.widest <= num_tokens <= limits.max_num_tokens:
         unit = "a group that FP8 products read" if cuts.group > cuts.block else "one block"

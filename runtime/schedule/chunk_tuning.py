@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from llmctl.errors import BadConfig
-
 
 class ChunkTuner(Protocol):
     """Adapts the token budget of steps with context work."""
@@ -24,8 +22,7 @@ class ChunkTuner(Protocol):
 def make_tuner(
     max_step_ms: float | Literal["auto"], unit: int, max_num_tokens: int
 ) -> AwaitedSteps:
-    """The controller for a time limit in milliseconds, or for the best throughput ("auto"). Raises
-    BadConfig."""
+    """The controller for a time limit in milliseconds, or for the best throughput ("auto")."""
     if max_step_ms == "auto":
         return AwaitedSteps(KneeTuner(unit, max_num_tokens))
     return AwaitedSteps(LatencyTuner(max_step_ms / 1000, unit, max_num_tokens))
@@ -149,11 +146,7 @@ class LatencyTuner:
     MARGIN = 2.0  # distance to the target, in spreads of the step time
 
     def __init__(self, max_step_s: float, unit: int, max_num_tokens: int) -> None:
-        if not max_step_s > 0:
-            raise BadConfig(
-                f"max_step_ms is {max_step_s * 1000:g}; it must be greater than 0",
-                fix="leave --max-step-ms out for the largest chunks",
-            )
+        assert max_step_s > 0, "admission.refuse_step_limit comes first"
         self.budget = unit
         self._max_step_s = max_step_s
         self._unit = unit

@@ -57,14 +57,13 @@ def test_the_knee_of_step_times_is_found_while_prompts_are_computed(fake, make, 
     assert target.num_tokens[0] == 48 and target.num_tokens[40] == 4
 
 
-def test_a_step_time_target_needs_chunked_context(fake, make):
+def test_a_step_time_target_needs_chunked_context_and_bounds():
     scheduler = SchedulerConfig(enable_chunked_context=False)
-    with pytest.raises(BadConfig, match="chunked context"):
-        Executor(
-            fake.Engine(), None, config(scheduler=scheduler, max_step_ms=5.0), ReferenceSampling()
-        )
-    with pytest.raises(BadConfig, match="max_step_ms is 0"):
-        Executor(fake.Engine(), None, config(max_step_ms=0.0), ReferenceSampling())
+    with pytest.raises(BadConfig, match="chunked-context has none"):
+        config(scheduler=scheduler, max_step_ms=5.0)
+    for value in (0.0, -1.0, float("nan"), 1e9, "knee"):
+        with pytest.raises(BadConfig, match="max-step-ms is .* more than 0 ms and less than 1e"):
+            config(max_step_ms=value)
 
 
 def test_iteration_stats_are_bounded_and_drained(fake, make):

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmctl.errors import BadConfig
 from llmctl.runtime.schedule.chunk_tuning import AwaitedSteps, ChunkTuner, KneeTuner, LatencyTuner
 
 BLOCK, MOST = 32, 4096
@@ -131,12 +130,6 @@ def test_steps_that_are_not_full_say_nothing_of_the_knee():
     tuner = KneeTuner(BLOCK, MOST)
     for _ in range(100):
         assert tuner.observe(40, 1.0) == MOST
-
-
-@pytest.mark.parametrize("target_s", [0, -1.0, float("nan")])
-def test_a_target_that_is_not_positive_is_refused(target_s):
-    with pytest.raises(BadConfig, match="max_step_ms is"):
-        LatencyTuner(target_s, BLOCK, MOST)
 
 
 @pytest.mark.parametrize("every", [1, 2, 7])
