@@ -70,6 +70,11 @@ class EngineOptions:
             raise BadConfig(f"--rank-timeout is {self.rank_timeout_s}; more than 0 s is wanted")
         if self.max_step_ms is not None:
             refuse_step_limit(self.max_step_ms, is_chunked=self.enable_chunked_context)
+        if self.host_memory_bytes is not None and not self.enable_block_reuse:
+            raise BadConfig(
+                "--kv-cache-host-memory-bytes keeps blocks for reuse, and block reuse is off",
+                fix="leave it out, or turn block reuse on",
+            )
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -107,8 +112,8 @@ def check_engines(options: EngineOptions, *, reads_ahead: bool = True) -> Checke
 
     Raises EngineNotFound, CorruptEngine, RebuildNeeded, PairMismatch, Unsupported, and BadConfig
     where other ranks were started than the engine has; of a GPU's engines also NoDevice where there
-    is none. With a trusted builder also BadKey, MissingPackage
-    and UntrustedEngine.
+    is none. OutOfMemory where host memory for blocks is not there. With a trusted builder also
+    BadKey, MissingPackage and UntrustedEngine.
     """
     if options.trusted_builder is not None:
         builder = PublicKey.read(Path(options.trusted_builder))
@@ -126,8 +131,15 @@ def check_engines(options: EngineOptions, *, reads_ahead: bool = True) -> Checke
     require_drafts(configs)
     draft_len = options.method.check(target, configs)
     opener_of(target.backend).check(
-        target, options.num_threads, ranks_on_one_device=options.ranks_on_one_device
+        target,
+        options.num_threads,
+        ranks_on_one_device=options.ranks_on_one_device,
+        has_host_tier=options.host_memory_bytes is not None,
     )
+    if options.host_memory_bytes is not None:
+        from llmctl.runtime.engines.memory_plan import require_host_memory
+
+        require_host_memory(options.host_memory_bytes)
     for role, config in configs.items():
         require_rank_files(options.folders[role], config.num_ranks)
     return CheckedEngines(options, configs, draft_len, ahead)
@@ -149,7 +161,7 @@ class OpenEngines:
             lengths=self._lengths(options.method, checked.draft_len),
             free_fraction=options.free_fraction,
             max_tokens=options.max_tokens,
-            has_host_tier=options.host_memory_bytes is not None,
+            host_memory_bytes=options.host_memory_bytes,
             num_threads=options.num_threads,
             windows=options.windows,
             rank_timeout_s=options.rank_timeout_s,

@@ -114,6 +114,12 @@ def host_blocks(plan: KvCachePlan, num_bytes: int | None) -> int:
             f"--kv-cache-host-memory-bytes is {num_bytes}; one KV block takes "
             f"{plan.bytes_per_block} bytes"
         )
+    require_host_memory(num_bytes)
+    return num_blocks
+
+
+def require_host_memory(num_bytes: int) -> None:
+    """Raise OutOfMemory if so much of this machine's memory is not free."""
     free = free_memory_bytes()
     if num_bytes > free:
         raise OutOfMemory(
@@ -121,7 +127,6 @@ def host_blocks(plan: KvCachePlan, num_bytes: int | None) -> int:
             "of host memory are free",
             fix="lower --kv-cache-host-memory-bytes",
         )
-    return num_blocks
 
 
 # ---- a GPU: everything is planned together before anything is allocated ----

@@ -38,9 +38,14 @@ class CpuOpener(Opener):
     on_gpu = False
 
     def check(
-        self, config: EngineConfig, num_threads: int | None, *, ranks_on_one_device: bool
+        self,
+        config: EngineConfig,
+        num_threads: int | None,
+        *,
+        ranks_on_one_device: bool,
+        has_host_tier: bool = False,
     ) -> None:
-        """Every machine has a CPU."""
+        """Every machine has a CPU, and host memory."""
         if ranks_on_one_device:
             raise Unsupported(
                 f"--ranks-on-one-device is for cuda engines; this one is {config.backend}, whose "

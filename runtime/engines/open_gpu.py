@@ -11,6 +11,7 @@ from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.engines.device_check import require_device, require_ranks
 from llmctl.runtime.engines.engine import Engine
+from llmctl.runtime.engines.memory_plan import host_blocks
 from llmctl.runtime.engines.open_cuda import LoadedEngines, plan_engines
 from llmctl.runtime.engines.open_peers import GpuRank, lead
 from llmctl.runtime.engines.opening import (
@@ -34,11 +35,18 @@ class GpuOpener(Opener):
     on_gpu = True
 
     def check(
-        self, config: EngineConfig, num_threads: int | None, *, ranks_on_one_device: bool
+        self,
+        config: EngineConfig,
+        num_threads: int | None,
+        *,
+        ranks_on_one_device: bool,
+        has_host_tier: bool = False,
     ) -> None:
         """The GPU must be there that the engine was built for, and of ranks every one's."""
         if num_threads is not None:
             raise Unsupported(f"--num-threads is for cpu engines; this one is {config.backend}")
+        if has_host_tier:
+            _refuse_host_tier(config, is_apart=not ranks_on_one_device)
         require_ranks(config, on_one_device=ranks_on_one_device)
         if config.num_ranks == 1 or ranks_on_one_device:
             require_device(config)
@@ -56,11 +64,12 @@ class GpuOpener(Opener):
             max_tokens=request.max_tokens,
             windows=request.windows,
             lengths=request.lengths,
-            has_host_tier=request.has_host_tier,
+            has_host_tier=request.host_memory_bytes is not None,
             rank=rank,
             ahead=request.ahead,
         )
         log([f"device: {planned.device_name}", *planned.memory.lines()])
+        host_blocks(planned.memory.kv_cache, request.host_memory_bytes)  # before weights are loaded
         if rank is None:
             loaded = planned.load()
             opened = OpenedOnGpu(loaded, planned.device_name)
@@ -75,6 +84,23 @@ class GpuOpener(Opener):
     def rank_side(self, rank: int, size: int, folders: Mapping[str, Path]) -> RankSide:
         """See GpuRank."""
         return GpuRank(rank, size, folders)
+
+
+def _refuse_host_tier(config: EngineConfig, *, is_apart: bool) -> None:
+    """Where blocks cannot leave the GPU. is_apart: each rank has a GPU of its own."""
+    from llmctl.runtime.engines.open_tensorrt import is_linear
+
+    if is_linear(config):
+        raise Unsupported(
+            "--kv-cache-host-memory-bytes is refused: the engine's KV cache is continuous, and has "
+            "no blocks",
+            fix="leave it out, or build with --kv_cache_type paged",
+        )
+    if is_apart and config.num_ranks > 1:
+        raise Unsupported(
+            "--kv-cache-host-memory-bytes is refused: blocks of several ranks stay on their GPUs",
+            fix="leave it out",
+        )
 
 
 class OpenedOnGpu(OpenedEngines):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from llmctl.errors import RankFailure, Unsupported
+from llmctl.errors import RankFailure
 from llmctl.plugins.backends.cpu.binding import num_threads
 from llmctl.plugins.backends.cpu.ranks import Ranks
 from llmctl.plugins.backends.cuda.driver import cuda_driver
@@ -64,13 +64,8 @@ def lead(
     """(rank 0's engines, whose calls are those of all ranks, and the leader), all ranks opened. A
     draft engine of one rank is run by every rank alike.
 
-    Raises what Leader and loading raise, and Unsupported for blocks in host memory.
+    Raises what Leader and loading raise.
     """
-    if request.has_host_tier:
-        raise Unsupported(
-            "--kv-cache-host-memory-bytes is refused: blocks of several ranks stay on their GPUs",
-            fix="leave it out",
-        )
     config = planned.files[TARGET].config
     size, limit_s = config.num_ranks, request.rank_timeout_s
     memory = PeerMemory(0, size, slot_bytes(planned.files.values()), cuda_driver(0))

@@ -39,7 +39,7 @@ class OpenRequest:
     lengths: tuple[int, ...]  # draft lengths whose CUDA graphs are there before the first request
     free_fraction: float | None
     max_tokens: int | None
-    has_host_tier: bool
+    host_memory_bytes: int | None
     num_threads: int | None
     windows: WindowOptions
     rank_timeout_s: float  # how long one rank waits for another
@@ -121,10 +121,15 @@ class Opener(ABC):
 
     @abstractmethod
     def check(
-        self, config: EngineConfig, num_threads: int | None, *, ranks_on_one_device: bool
+        self,
+        config: EngineConfig,
+        num_threads: int | None,
+        *,
+        ranks_on_one_device: bool,
+        has_host_tier: bool = False,
     ) -> None:
         """Can an engine run here? Reads no weights. Raises Unsupported, BadConfig, NoDevice,
-        RebuildNeeded."""
+        RebuildNeeded. has_host_tier: with blocks of its cache in host memory."""
 
     @abstractmethod
     def open(self, folders: Mapping[str, Path], request: OpenRequest, log: Log) -> OpenedEngines:

@@ -95,6 +95,21 @@ def test_a_step_limit_that_cannot_be_kept_is_refused_before_any_weight_is_read(r
     assert done.code == 2 and words in done.err and "weights" not in done.err
 
 
+@pytest.mark.parametrize(
+    "size, option, code, words",
+    [
+        (1 << 50, [], 3, "of host memory are free"),
+        (1 << 20, ["--no-kv-cache-enable-block-reuse"], 2, "block reuse is off"),
+    ],
+)
+def test_host_memory_that_cannot_be_is_refused_before_any_weight_is_read(
+    run, monkeypatch, size, option, code, words
+):
+    monkeypatch.setattr("llmctl.cli.run.session.OpenEngines", None)  # which reads them
+    done = run(*TWO, "--kv-cache-host-memory-bytes", size, *option)
+    assert done.code == code and words in done.err, done
+
+
 def test_json_and_streaming_do_not_go_together(run):
     done = run("--json", "--streaming")
     assert done.code == 2 and json.loads(done.out)["error"]["name"] == "BadConfig"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmctl.errors import RankFailure, Unsupported
+from llmctl.errors import RankFailure
 from llmctl.plugins.backends.cuda.queue import DeviceQueue
 from llmctl.runtime.engines import open_peers
 from llmctl.runtime.engines.open_peers import GpuRank, lead
@@ -80,7 +80,7 @@ def planned() -> Any:
 
 
 def request(**rest: Any) -> Any:
-    fields = {"has_host_tier": False, "rank_timeout_s": 3.0, "windows": WindowOptions()}
+    fields = {"rank_timeout_s": 3.0, "windows": WindowOptions()}
     return SimpleNamespace(**{**fields, **rest})
 
 
@@ -153,8 +153,3 @@ def test_calls_within_a_led_call_are_not_handed_on(joined: Any) -> None:
     assert leader.lead(outer, lambda: leader.lead(inner, lambda: 5)) == 5
     assert given == [outer]
     assert leader.lead(inner, lambda: 6) == 6 and given == [outer, inner]
-
-
-def test_blocks_in_host_memory_are_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(Unsupported, match="--kv-cache-host-memory-bytes is refused"):
-        lead(folders, planned(), request(has_host_tier=True))

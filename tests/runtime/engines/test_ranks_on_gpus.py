@@ -14,8 +14,10 @@ from llmctl.runtime.engines.open_cpu import CpuOpener
 from llmctl.runtime.engines.open_gpu import GpuOpener
 
 
-def config(ranks: int, backend: str = "cuda") -> Any:
-    return SimpleNamespace(num_ranks=ranks, backend=backend, compute_capability="9.0")
+def config(ranks: int, backend: str = "cuda", cache: str = "paged") -> Any:
+    build = {"kv_cache_type": cache}
+    fields = {"backend": backend, "compute_capability": "9.0", "build_config": build}
+    return SimpleNamespace(num_ranks=ranks, **fields)
 
 
 @pytest.fixture
@@ -84,6 +86,18 @@ def test_one_device_is_refused_where_it_means_nothing(gpus: dict[str, Any]) -> N
         require_ranks(config(2, "tensorrt"), on_one_device=True)
     with pytest.raises(Unsupported, match="is for cuda engines; this one is cpu"):
         CpuOpener().check(config(2, "cpu"), None, ranks_on_one_device=True)
+
+
+def test_blocks_in_host_memory_are_refused_where_they_cannot_leave_the_gpu(
+    gpus: dict[str, Any],
+) -> None:
+    check = GpuOpener().check
+    check(config(2), None, ranks_on_one_device=True, has_host_tier=True)
+    with pytest.raises(Unsupported, match="host-memory-bytes is refused: blocks of several ranks"):
+        check(config(2), None, ranks_on_one_device=False, has_host_tier=True)
+    with pytest.raises(Unsupported, match="host-memory-bytes is refused: .* is continuous"):
+        linear = config(1, "tensorrt", "CONTINUOUS")
+        check(linear, None, ranks_on_one_device=False, has_host_tier=True)
 
 
 def test_a_launcher_starts_no_ranks_of_one_device(
