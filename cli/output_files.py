@@ -7,6 +7,7 @@ processes left of earlier attempts at the same name is removed, with a word on s
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
@@ -68,8 +69,14 @@ def _require_one(path: Path) -> Path:
     """What the name stands for in the end."""
     final = path.resolve()
     if is_special(path):
-        if stat.S_ISSOCK(path.stat().st_mode) or not os.access(path, os.W_OK):
+        mode, descriptor = path.stat().st_mode, _descriptor(path)
+        if stat.S_ISSOCK(mode) or not os.access(path, os.W_OK):
             raise BadConfig(f"{path} cannot be written")
+        if descriptor is not None:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                raise BadConfig(f"{path} cannot be written: it is open for reading only")
+        elif stat.S_ISCHR(mode):  # a terminal that is none of this process's says so at open only
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY))
         return final
     folder = final.parent
     if len(os.fsencode(final.name)) > MOST_NAME:
@@ -86,6 +93,10 @@ def _require_one(path: Path) -> Path:
         )
     if final.exists() and not (os.access(final, os.W_OK) and _may_replace(final)):
         raise BadConfig(f"{path} cannot be written: it is another user's, or read-only")
+    # Where permissions say nothing: /proc, immutable folders, no file left to a user or a disk.
+    handle, name = tempfile.mkstemp(prefix=f".{final.name[:64]}.", dir=folder)
+    os.close(handle)
+    os.unlink(name)
     return final
 
 

@@ -95,6 +95,17 @@ def test_names_that_lead_nowhere_are_refused(tmp_path):
     listener.close()
 
 
+def test_places_where_permissions_say_nothing_are_refused_before_anything_runs(tmp_path):
+    """They ended in an error without a name when everything had been computed."""
+    with open(os.devnull) as reading:
+        refused = ["/proc/x.csv", "/proc/self/comm", "/sys/x.csv", f"/dev/fd/{reading.fileno()}"]
+        for path in refused:
+            with pytest.raises(BadConfig, match="cannot be written"):
+                require_writable(Path(path))
+    require_writable(tmp_path / ("x" * 200))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_the_umask(tmp_path):
     old = tmp_path / "old.csv"
     mask = os.umask(0o027)
