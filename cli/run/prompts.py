@@ -121,14 +121,15 @@ def make_rows(
     tokenizer: Tokenizer,
     model_end_ids: Sequence[int],
 ) -> list[Row]:
-    """A row per prompt; one that cannot become a request carries the error instead.
+    """A row per prompt; one that cannot become a request carries the error instead. Raises
+    TokenizerError where --chat has no template for any.
 
     `model_end_ids` are further ids that end an output, used unless --end-id is given.
     """
     rows = []
     chats: Sequence[list[int] | LlmctlError | None] = [None] * len(prompts)
     if options.is_chat:
-        chats = _chats(prompts, tokenizer)
+        chats = tokenizer.chat_prompts([prompt.text or "" for prompt in prompts])
     for index, (prompt, chat) in enumerate(zip(prompts, chats, strict=True)):
         row = Row(index, prompt.text or "")
         try:
@@ -140,14 +141,6 @@ def make_rows(
             row.error = error
         rows.append(row)
     return rows
-
-
-def _chats(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Sequence[list[int] | LlmctlError]:
-    """Every prompt in the chat template, or why it cannot be: one for all where there is none."""
-    try:
-        return tokenizer.chat_prompts([prompt.text or "" for prompt in prompts])
-    except LlmctlError as error:
-        return [error] * len(prompts)
 
 
 def _token_ids(

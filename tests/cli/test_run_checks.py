@@ -141,3 +141,13 @@ def test_an_engine_of_another_schema_asks_for_a_rebuild(run, engines, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"version": 0}))
     done = run(*TWO, engine=tmp_path)
     assert done.code == 4 and "error[RebuildNeeded]" in done.err and "fix: " in done.err
+
+
+def test_chat_without_a_template_is_refused_before_any_weight_is_read(
+    run, make_tokenizer, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("llmctl.cli.run.session.OpenEngines", None)  # which reads them
+    plain = make_tokenizer(tmp_path / "plain")
+    done = run(*TWO, "--chat", "--tokenizer-dir", plain)
+    assert done.code == 1 and done.err.count("has no chat template") == 1, done
+    assert "error[TokenizerError]" in done.err and "leave out --chat" in done.err
