@@ -52,12 +52,11 @@ TpSize = Annotated[
     Option("--tp-size", min=1, help="Ranks; default: as many as the engine has.", hidden=True),
 ]
 RankTimeout = Annotated[
-    float,
+    float | None,
     Option(
         "--rank-timeout",
         metavar="S",
-        help="Seconds that one rank waits for another before the run ends.",
-        show_default="30",
+        help="Seconds that one rank waits for another before the run ends; default: 30.",
         hidden=True,
     ),
 ]

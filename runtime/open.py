@@ -27,11 +27,8 @@ from llmctl.runtime.engines.opening import TARGET, Log, OpenRequest, opener_of
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, what_windows_save
 from llmctl.runtime.ranks.launch import require_drafts, require_world
 from llmctl.runtime.ranks.serve import serve_rank
-from llmctl.runtime.schedule.admission import (
-    CapacitySchedulerPolicy,
-    SchedulerConfig,
-    refuse_step_limit,
-)
+from llmctl.runtime.schedule import admission
+from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy, SchedulerConfig
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 
 if TYPE_CHECKING:
@@ -39,6 +36,9 @@ if TYPE_CHECKING:
     from llmctl.runtime.drafting.drafter import Drafter
     from llmctl.runtime.engines.weights_ahead import WeightsAhead
     from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
+
+
+RANK_WAITS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +62,27 @@ class EngineOptions:
     trusted_builder: Path | str | None = None  # public key that must have signed every engine
     windows: WindowOptions = WindowOptions()
     tp_size: int | None = None  # ranks; None: as many as the engine has
-    rank_timeout_s: float = 30.0  # how long one rank waits for another before it is given up
+    rank_timeout_s: float | None = None  # how long one rank waits for another; None: RANK_WAITS_S
     ranks_on_one_device: bool = False  # of a GPU, in this process: for tests
 
     def __post_init__(self) -> None:
-        if not 0 < self.rank_timeout_s < 1e6:  # also NaN
-            raise BadConfig(f"--rank-timeout is {self.rank_timeout_s}; more than 0 s is wanted")
+        if not 0 < self.rank_waits_s < 1e6:  # also NaN
+            raise BadConfig(
+                f"--rank-timeout is {self.rank_timeout_s}; it must be more than 0 s and less than "
+                "1e6 s"
+            )
         if self.max_step_ms is not None:
-            refuse_step_limit(self.max_step_ms, is_chunked=self.enable_chunked_context)
+            admission.refuse_step_limit(self.max_step_ms, is_chunked=self.enable_chunked_context)
         if self.host_memory_bytes is not None and not self.enable_block_reuse:
             raise BadConfig(
                 "--kv-cache-host-memory-bytes keeps blocks for reuse, and block reuse is off",
                 fix="leave it out, or turn block reuse on",
             )
+
+    @property
+    def rank_waits_s(self) -> float:
+        """How long one rank waits for another before it is given up."""
+        return RANK_WAITS_S if self.rank_timeout_s is None else self.rank_timeout_s
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -127,7 +135,7 @@ def check_engines(options: EngineOptions, *, reads_ahead: bool = True) -> Checke
         from llmctl.runtime.engines.weights_ahead import WeightsAhead
 
         ahead = WeightsAhead.begin(options.engine_dir)
-    require_world(target, options.tp_size)
+    require_world(target, options.tp_size, waits=options.rank_timeout_s is not None)
     require_drafts(configs)
     draft_len = options.method.check(target, configs)
     opener_of(target.backend).check(
@@ -164,7 +172,7 @@ class OpenEngines:
             host_memory_bytes=options.host_memory_bytes,
             num_threads=options.num_threads,
             windows=options.windows,
-            rank_timeout_s=options.rank_timeout_s,
+            rank_timeout_s=options.rank_waits_s,
             ranks_on_one_device=options.ranks_on_one_device,
             ahead=checked.ahead,
         )

@@ -135,7 +135,7 @@ COMMON: dict[str, tuple[Any, Any]] = {
     "max_step_ms": (engine.MaxStepMs, None),
     "num_threads": (option.NumThreads, None),
     "tp_size": (engine.TpSize, None),
-    "rank_timeout": (engine.RankTimeout, 30.0),
+    "rank_timeout": (engine.RankTimeout, None),
     "ranks_on_one_device": (engine.RanksOnOneDevice, False),
     "trusted_builder": (engine.TrustedBuilder, None),
     "report": (Report, None),

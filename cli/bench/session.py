@@ -18,6 +18,7 @@ from llmctl.cli.bench.records import Recording
 from llmctl.cli.bench.sweep import Sweep
 from llmctl.cli.bench.synthetic import ForcedAcceptance, parse_forced
 from llmctl.cli.output_files import require_writable
+from llmctl.cli.run.acceptance import idle_rule
 from llmctl.cli.run.drafting import require_drafts
 from llmctl.cli.run.report import architecture
 from llmctl.errors import BadConfig, RankFailure
@@ -146,6 +147,9 @@ class Session:
             print(warning, file=sys.stderr, flush=True)
         engine_dir = options.engines.engine_dir
         requests = make_requests(options.load, prompts, engine_dir, checked.target)
+        idle = idle_rule(options.engines.method, requests)
+        if idle is not None:
+            print(idle, file=sys.stderr, flush=True)
         ways = self._ways(checked)
         forced = self._forced(checked)
         read_rate = None

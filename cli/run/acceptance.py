@@ -9,6 +9,7 @@ from llmctl.cli.run.drafting import require_drafts
 from llmctl.cli.run.generate import Row
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.method import DraftMethod
+from llmctl.runtime.request import Request
 
 TYPICAL = "typical"  # the rule that changes what text is likely
 LINES = {
@@ -37,6 +38,13 @@ def check_rules(method: DraftMethod, rows: Sequence[Row], *, is_verifying: bool)
             )
     if is_verifying:
         _require_comparable(method, rows)
+
+
+def idle_rule(method: DraftMethod, requests: Sequence[Request]) -> str | None:
+    """A line for people where acceptance by logits is asked for, and no request has any."""
+    if method.acceptance == "tokens" or not all(r.sampling_config.is_greedy for r in requests):
+        return None
+    return "use_logits changes nothing: all requests are greedy, so drafts are accepted by tokens"
 
 
 def _require_comparable(method: DraftMethod, rows: Sequence[Row]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.cli.output_files import require_writable
-from llmctl.cli.run.acceptance import check_rules, rules
+from llmctl.cli.run.acceptance import check_rules, idle_rule, rules
 from llmctl.cli.run.drafting import require_drafts
 from llmctl.cli.run.generate import Row, SequenceOutput, generate
 from llmctl.cli.run.output import StreamPrinter, print_rows, row_json, run_json
@@ -86,6 +86,10 @@ class Session:
             raise BadConfig(f"--end-id is {end_id}; the engine's ids are 0 to {vocab_size - 1}")
         rows = make_rows(prompts, options.prompts, tokenizer, _model_end_ids(checked.target))
         check_rules(options.engines.method, rows, is_verifying=options.is_verifying)
+        asked = [row.request for row in rows if row.request]
+        idle = idle_rule(options.engines.method, asked)
+        if idle is not None and asked:
+            self._log("warning", idle)
         with closing(OpenEngines(checked, lambda lines: self._log("info", *lines))) as engines:
             return self._use(engines, rows, tokenizer)
 

@@ -76,10 +76,14 @@ def world_of(config: EngineConfig) -> World | None:
     return find_world() if config.num_ranks > 1 else None
 
 
-def require_world(config: EngineConfig, tp_size: int | None) -> None:
+def require_world(config: EngineConfig, tp_size: int | None, *, waits: bool = False) -> None:
     """Raise BadConfig where the engine has another number of ranks than were started, or asked
-    for by --tp-size."""
+    for by --tp-size. waits: --rank-timeout is given."""
     ranks = config.num_ranks
+    if waits and ranks == 1:
+        raise BadConfig(
+            "--rank-timeout is for engines of several ranks; this one has 1", fix="leave it out"
+        )
     again = f"llmctl build ... --tp-size {tp_size}"
     if tp_size is not None and tp_size != ranks:
         raise BadConfig(

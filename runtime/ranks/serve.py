@@ -33,5 +33,5 @@ def serve_rank(options: EngineOptions) -> int | None:
             return None
         folders: dict[str, Path] = shared_folders(check_engines(options).configs, options.folders)
     except LlmctlError as error:
-        return refuse(world, error, options.rank_timeout_s)
-    return follow(world, folders, options.rank_timeout_s)
+        return refuse(world, error, options.rank_waits_s)
+    return follow(world, folders, options.rank_waits_s)

@@ -35,6 +35,19 @@ def test_verify_exact_refuses_sampled_drafts_accepted_by_logits(run, engines, tm
     assert run(*flags, "--input_text", "x =").code == 0  # greedy: identical under either rule
 
 
+def test_acceptance_by_logits_that_no_request_has_is_said(run, bench, engines):
+    flags = ["--draft-engine", engines.draft, "--draft_target_model_config", "[4,[0],[0],True]"]
+    said = "use_logits changes nothing: all requests are greedy"
+    assert said in run(*TWO, *flags).err and said not in run(*TWO, *flags, "--temperature", 1).err
+    assert said not in run(*TWO, *flags[:2]).err
+    assert said in bench("latency", *flags, "--num-requests", 1, "--target-output-len", 2)[1].err
+
+
+def test_a_time_that_ranks_wait_is_for_several(run):
+    done = run(*TWO, "--rank-timeout", "5")
+    assert done.code == 2 and "--rank-timeout is for engines of several ranks" in done.err
+
+
 def test_verify_exact_fails_at_the_first_divergence(run, engines, monkeypatch):
     from llmctl.cli.run import session
 
