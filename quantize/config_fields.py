@@ -18,6 +18,14 @@ MAX_LAYERS = 10_000  # each is described and named
 MAX_POSITIONS = 1 << 27  # tokens; a rotary table of that length takes tens of GB
 MAX_WIDTH = 1 << 24  # of every other size: features, heads, ids
 MAX_END_IDS = 256  # each ends an output as a stop word
+# What config.json calls the supported families -> model_type. builder/models has a decoder of each;
+# transformers has a class of that name, of which `quantize` takes the layers.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -133,18 +141,25 @@ def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], where: st
             raise CorruptFile(f"{where}: {name} is {shown(value)}; {kind.wanted} is wanted")
 
 
-def named_architectures(config: Mapping[str, Any], known: Iterable[str], where: str) -> list[str]:
-    """`architectures`, empty where it is absent. Raises UnknownArchitecture where it is no list of
-    names, CorruptFile for a `model_type` that is no text."""
-    found = config.get("architectures")
+def find_architecture(config: Mapping[str, Any], where: str) -> str:
+    """The one of `ARCHITECTURES` that config.json names, by `architectures` or, where absent,
+    `model_type`. Raises UnknownArchitecture, listing them, and CorruptFile for a `model_type` that
+    is no text."""
+    found, known = config.get("architectures"), ", ".join(ARCHITECTURES)
     if found is not None and not NAMES.accepts(found):
         raise UnknownArchitecture(
-            f"{where}: architectures is {shown(found)}; {NAMES.wanted} is wanted, of "
-            f"{', '.join(known)}",
+            f"{where}: architectures is {shown(found)}; {NAMES.wanted} is wanted, of {known}",
             fix='correct it, for example to ["LlamaForCausalLM"]',
         )
     check_fields(config, {"model_type": TEXT}, where)
-    return list(found or ())
+    model_type = config.get("model_type")
+    for architecture, its_type in ARCHITECTURES.items():
+        if found == [architecture] or (not found and model_type == its_type):
+            return architecture
+    raise UnknownArchitecture(
+        f"{where} names architecture {shown(found or model_type)}; known: {known}",
+        fix="use a checkpoint of one of these families",
+    )
 
 
 def check_model_fields(config: Mapping[str, Any], model_type: str, where: str) -> None:

@@ -13,21 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmctl.errors import CorruptFile, UnexpectedTensor, UnknownArchitecture
+from llmctl.errors import CorruptFile, UnexpectedTensor
 from llmctl.quantize.checkpoint import Checkpoint
-from llmctl.quantize.config_fields import check_model_fields, named_architectures
-from llmctl.quantize.strict_json import shown
+from llmctl.quantize.config_fields import ARCHITECTURES, check_model_fields, find_architecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# architectures[0] of config.json -> model_type; the class of that name is transformers' own.
-FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
@@ -74,13 +66,8 @@ def read_model(checkpoint: Checkpoint) -> Model:
     import transformers
 
     where = str(checkpoint.path / "config.json")
-    architecture = next(iter(named_architectures(checkpoint.config, FAMILIES, where)), None)
-    if architecture not in FAMILIES:
-        raise UnknownArchitecture(
-            f"{where} names the architecture {shown(architecture)}; known: {', '.join(FAMILIES)}",
-            fix="use a checkpoint of one of these families",
-        )
-    check_model_fields(checkpoint.config, FAMILIES[architecture], where)
+    architecture = find_architecture(checkpoint.config, where)
+    check_model_fields(checkpoint.config, ARCHITECTURES[architecture], where)
     if checkpoint.config.get("num_hidden_layers") is None:
         raise CorruptFile(f"{where}: num_hidden_layers is None; a positive integer is wanted")
     model_class = getattr(transformers, architecture)

@@ -17,6 +17,7 @@ from typing import Any
 from llmctl.errors import CorruptFile, Unsupported
 from llmctl.plugins.schemes.scheme import QuantizedScheme
 from llmctl.plugins.schemes.table import quantized_schemes
+from llmctl.quantize.config_fields import ARCHITECTURES as ARCHITECTURES
 from llmctl.quantize.config_fields import FLAG as FLAG
 from llmctl.quantize.config_fields import MAX_POSITIONS as MAX_POSITIONS
 from llmctl.quantize.config_fields import MODEL_FIELDS as MODEL_FIELDS
@@ -27,8 +28,8 @@ from llmctl.quantize.config_fields import Kind as Kind
 from llmctl.quantize.config_fields import check_end_ids as check_end_ids
 from llmctl.quantize.config_fields import check_fields as check_fields
 from llmctl.quantize.config_fields import check_model_fields as check_model_fields
+from llmctl.quantize.config_fields import find_architecture as find_architecture
 from llmctl.quantize.config_fields import integer as integer
-from llmctl.quantize.config_fields import named_architectures as named_architectures
 from llmctl.quantize.files import has_file as has_file
 from llmctl.quantize.files import not_a_file as not_a_file
 from llmctl.quantize.files import why_no_file as why_no_file

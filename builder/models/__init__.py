@@ -1,4 +1,5 @@
-"""The supported model families. To add one: a file with its `Family`, and its name in the table."""
+"""The supported model families. To add one: a file with its `Family`, its name in the table, and a
+row in `ARCHITECTURES` (quantize/config_fields.py), which says what `quantize` and `build` take."""
 
 from __future__ import annotations
 
@@ -10,10 +11,9 @@ from llmctl.builder.models.llama import LLAMA
 from llmctl.builder.models.mistral import MISTRAL
 from llmctl.builder.models.qwen2 import QWEN2
 from llmctl.builder.models.qwen3 import QWEN3
-from llmctl.errors import UnknownArchitecture
-from llmctl.quantize.format import named_architectures, shown
+from llmctl.quantize.format import find_architecture
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 
 
 def find_family(config: Mapping[str, Any], where: str) -> Family:
@@ -21,19 +21,7 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
 
     Raises UnknownArchitecture, listing the known ones, and CorruptFile for names that are none.
     """
-    known = [family.architecture for family in FAMILIES]
-    architectures = named_architectures(config, known, where)
-    model_type = config.get("model_type")
-    for family in FAMILIES:
-        if architectures == [family.architecture]:
-            return family
-        if not architectures and model_type == family.model_type:
-            return family
-    raise UnknownArchitecture(
-        f"{where} names architecture {shown(architectures or model_type)}; "
-        f"known: {', '.join(known)}",
-        fix="use a checkpoint of one of these families",
-    )
+    return FAMILIES[find_architecture(config, where)]
 
 
 def model_config(config: Mapping[str, Any], where: str) -> ModelConfig:

@@ -13,10 +13,11 @@ from llmctl.builder.backends import (
     require_gpu_model,
 )
 from llmctl.builder.config import BuildRequest, choose_dtype, resolve_build_config
-from llmctl.builder.models import model_config
+from llmctl.builder.models import FAMILIES, model_config
 from llmctl.builder.plugin_config import OPTIONS, options_for, resolve_plugins
 from llmctl.errors import BadConfig, CorruptFile, UnknownArchitecture, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.quantize.config_fields import ARCHITECTURES
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,6 +65,10 @@ def test_the_model_type_speaks_when_architectures_is_absent() -> None:
     config = {k: v for k, v in LLAMA.items() if k != "architectures"}
     family = model_config({**config, "model_type": "qwen2", "num_key_value_heads": 4}, "x").family
     assert family.architecture == "Qwen2ForCausalLM"
+
+
+def test_build_and_quantize_know_the_same_families() -> None:
+    assert {name: family.model_type for name, family in FAMILIES.items()} == ARCHITECTURES
 
 
 @pytest.mark.parametrize("architectures", [["MixtralForCausalLM"], [], ["LlamaModel", "X"]])

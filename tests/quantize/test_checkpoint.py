@@ -256,7 +256,10 @@ def test_derived_tensors_of_old_checkpoints_are_ignored(editable: Callable[..., 
     assert read_model(Checkpoint.open(editable(change))).num_layers == 2
 
 
-@pytest.mark.parametrize("names", [["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3]])
+@pytest.mark.parametrize(
+    "names",
+    [["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3], ["LlamaForCausalLM", "Other"]],
+)
 def test_an_unknown_architecture_lists_the_known(
     raw_checkpoint: Callable[..., Path], names: Any
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from llmctl import errors
+from llmctl.builder.models import find_family
 from llmctl.quantize.checkpoint import Checkpoint
+from llmctl.quantize.families import read_model
 from llmctl.quantize.quantizer import run_quantization
 from llmctl.quantize.schemes.fp8 import ZERO_WEIGHT_SCALE, quantize_weight
 
@@ -130,3 +133,16 @@ def test_int8_kv_scales_are_measured_as_fp8_ones_are(quantized: Callable[..., Pa
         if name.endswith(("k_scale", "v_scale")):
             wanted, found = wanted * 448, found * 127  # both are what calibration saw
         torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-6, atol=0)
+
+
+def test_the_model_type_speaks_where_architectures_is_absent_as_for_build(
+    checkpoints: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (name,) = config.pop("architectures")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_model(Checkpoint.open(folder)).model_class.__name__ == name
+    assert find_family(config, "config.json").architecture == name
