@@ -26,7 +26,7 @@ from llmctl.runtime.engines.graphs import capture_graph, kv_bucket, shape_of
 from scripts.bench.plan_support import plan_shape
 from scripts.models.planted_shapes import SHAPES, Shape
 
-CONTEXT = 4096  # tokens of the cache
+CONTEXT = 4096  # tokens of the cache, unless a request has another limit
 STEPS, REPLAYS = 10, 12  # steps of a graph, and how often it is timed
 
 
@@ -108,7 +108,8 @@ class Model:
         self.chains: list[Chain]
         self.set_tactics(measured_tactics(layers[0], tokens, is_always=True) if layers else ())
         self.block = limits.tokens_per_block
-        blocks = CONTEXT // self.block
+        self.context = request.max_seq_len  # tokens of the cache
+        blocks = self.context // self.block
         cache = normal(
             torch.Size(kv_cache_shape(plan, blocks)), 32.0, getattr(torch, plan.kv_cache.dtype)
         )
@@ -139,9 +140,12 @@ class Model:
         return step, replace(shape, max_kv_len=kv_bucket(context, self.program.limits))
 
     def set_pace(self, pace: Pace) -> None:
-        """How the one launch brings weights from now on."""
+        """How the one launch brings weights from now on; none are held where tiles come through the
+        ring."""
         self.chains = [
-            replace(chain, tactic=replace(chain.tactic, pace=pace)) for chain in self.chains
+            replace(chain, tactic=replace(chain.tactic, pace=pace._replace(held=held)))
+            for chain in self.chains
+            for held in (0 if chain.tactic.is_long else pace.held,)
         ]
 
     def set_tactics(self, tactics: Sequence[Tactic]) -> None:

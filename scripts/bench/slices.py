@@ -52,7 +52,7 @@ def measure(name: str, ranks: int, tokens: list[int], context: int, bandwidth: f
     # Every token of a step gets logits, as those of a verification do.
     request = BuildRequest(max_batch_size=4, max_seq_len=CONTEXT, max_draft_len=max(tokens) - 1)
     model = Model(shape, request=request)
-    num_bytes = weight_bytes(model.plan) + context * model.cache.numel() // CONTEXT
+    num_bytes = weight_bytes(model.plan) + context * model.cache.numel() // model.context
     read_ms = num_bytes / bandwidth / 1e9
     for count in tokens:
         ms = min(model.milliseconds(context, one_launch=False, tokens=count, rows=count))

@@ -29,7 +29,7 @@ from llmctl.plugins.ops.paged_attention import ways as attention
 from llmctl.plugins.ops.paged_attention.generation.generation import choose_cut
 from llmctl.plugins.ops.paged_attention.verification import verification
 from llmctl.plugins.ops.paged_attention.verification.verification import Variant
-from scripts.bench.layers_support import CONTEXT, Model
+from scripts.bench.layers_support import Model
 from scripts.bench.rows import weight_bytes
 from scripts.models.planted_shapes import SHAPES
 
@@ -54,7 +54,7 @@ class Steps:
     def told(self, what: str, ms: float, context: int, logits: torch.Tensor | None) -> str:
         """What a time is of the read limit, and whether the logits are those wanted."""
         model = self.model
-        num_bytes = weight_bytes(model.plan) + context * model.cache.numel() // CONTEXT
+        num_bytes = weight_bytes(model.plan) + context * model.cache.numel() // model.context
         share = num_bytes / self.bandwidth / 1e9 / ms
         same = logits is None or torch.equal(logits, model.logits[:1])
         self.differs |= not same

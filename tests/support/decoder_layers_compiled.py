@@ -48,6 +48,8 @@ def require_no_spills(model: str, kv_algo: str | None, qformat: str, tokens: int
     assert found is not None
     limits = planned(model, kv_algo=kv_algo, qformat=qformat)[1]
     for each in measured_tactics(found.layers[0], tokens, is_always=True):
+        if not each.gains_within(limits.max_seq_len):
+            continue
         tactic = replace(found.tactic, gains=each.gains)
         kernel = compile_kernel(chain_spec(replace(found, tactic=tactic), limits))
         assert kernel.shared_bytes <= 227 << 10 and kernel.registers <= 168

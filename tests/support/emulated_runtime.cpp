@@ -176,6 +176,10 @@ void barrier_wait(u32 at, u32 parity) {
   while (u32(its.phase & 1) == parity) wait_while(&its.phase, its.phase);
   --its.waiting;
 }
+u32 barrier_is_over(u32 at, u32 parity) {
+  leave();
+  return u32(own_block().barrier(at).phase & 1) != parity;
+}
 void store_remote(u32 at, std::initializer_list<float> x, u32 barrier) {
   store(at, x);
   OwnBlock& block = barrier >> 20 ? static_cast<OwnBlock&>(block_of(barrier)) : own_block();
@@ -189,6 +193,17 @@ void copy(u32 to, const void* from, u32 bytes) {
   if ((size_t)from % 16) fail("a copy's source is not aligned");
   const Copy its = {place(to, 16), (const u8*)from, bytes};
   copies_late ? own_fiber().open.push_back(its) : finish(its);
+}
+void barrier_wait_for_copies(u32 at) {
+  const std::vector<Copy> copies = std::move(own_fiber().open);
+  own_fiber().open.clear();
+  if (copies.empty()) return;
+  OwnBlock& block = own_block();
+  ++block.barrier(at).bytes;
+  do_bulk(block, at, [=, &block] {
+    for (const Copy& its : copies) finish(its);
+    arrived(block, at, 1);
+  });
 }
 void commit() {
   own_fiber().groups.push_back(std::move(own_fiber().open));

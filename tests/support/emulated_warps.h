@@ -28,6 +28,8 @@ void barrier_init(u32 at, u32 count);
 void barrier_expect(u32 at, u32 bytes);
 void barrier_arrive(u32 at);
 void barrier_wait(u32 at, u32 parity);
+u32 barrier_is_over(u32 at, u32 parity);
+void barrier_wait_for_copies(u32 at);  // that the thread has not committed
 void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier);
 // A box of 128 bytes a row, with the 128-byte swizzle. map: where the tensor begins, its rows, the bytes of one, rows of
 // a box, bytes of an element (emulated_warps.py).

@@ -47,6 +47,8 @@ _PTX = {
     "createpolicy": "{0} = 0",
     "mbarrier.init": "emu::barrier_init({0}, {1})",
     "mbarrier.arrive.shared::cta": "emu::barrier_arrive({0})",
+    "{.reg .pred done;mbarrier.": "{0} = emu::barrier_is_over({1}, {2})",  # with or without waiting
+    "cp.async.mbarrier.arrive": "emu::barrier_wait_for_copies({0})",
     "mbarrier.arrive.expect_tx": "emu::barrier_expect({0}, {1})",
     "{.reg .pred done;again:mbarrier.try_wait": "emu::barrier_wait({0}, {1})",
     "barrier.cluster.arrive": "emu::cluster_arrive()",
@@ -83,6 +85,9 @@ _PTX = {
         "emu::copy_bulk({0}, {1}, {2}, {3})"
     ),
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0]": (
+        "emu::copy_box({0}, {1}, {2}, {3}, {4})"
+    ),
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint": (
         "emu::copy_box({0}, {1}, {2}, {3}, {4})"
     ),
     "stmatrix.sync.aligned.m8n8.x4.trans": "emu::store_matrices({0}, {{{1}, {2}, {3}, {4}}})",
@@ -163,6 +168,7 @@ _UNKNOWN = (
     "cp.async.bulk",
     "cvta.shared.u64",
     "mbarrier.arrive.shared::cluster",
+    "mbarrier.expect_tx",
     # of all_reduce/meeting.cuh, which sums for other ranks need
     "mov.u64 %0, %globaltimer",
     "ld.relaxed.sys",

@@ -209,6 +209,9 @@ DEVICE void attend(const Step& s, const Exchange& x, const Layer* layer, const S
   meet();  // the next product's tokens are written where keys and values were
 }
 }  // namespace attention
+#if MAX_UNITS > 32
+#include "fused/decoder_layers/attend_long.cuh"
+#endif
 #undef HEADS
 #undef GROUP
 #undef SIZE

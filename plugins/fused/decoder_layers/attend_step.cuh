@@ -92,6 +92,7 @@ struct Extent {
     start = load_int(cu_q);
     num_tokens = load_int(cu_q + 1) - start;
     limit = load_int(kv_lens);
+    if (IS_LONG) limit = min(limit, unit_start(MAX_UNITS) * KEYS);
     tiles = (limit + KEYS - 1) / KEYS;
     if (num_tokens <= 0 || num_tokens > TOKENS || limit < num_tokens) tiles = num_tokens = 0;
     units = tiles > 0 ? min(count_units(tiles), MAX_UNITS) : 0;
@@ -140,23 +141,27 @@ DEVICE int sums_at(int head, int unit) { return SUMS_AT + (head * MAX_UNITS + un
 struct StatePlace {
   static constexpr int ROW = SIZE * 4, STEP = 16 * 4;  // bytes of sums
   u8 *state, *sums;
-  DEVICE StatePlace(u8* half, int head, int unit) {
+  DEVICE StatePlace(u8* half, int head, int unit) : StatePlace(half, head, unit, warp_of_team()) {}
+  DEVICE StatePlace(u8* half, int head, int unit, int part) {
     const int lane = lane_id(), row = lane % 4 * 2;
     state = half + state_at(head, unit) + row * 8;
-    sums = half + sums_at(head, unit) + row * ROW + warp_of_team() * OWN_STEPS * STEP + lane / 4 * 8;
+    sums = half + sums_at(head, unit) + row * ROW + part * OWN_STEPS * STEP + lane / 4 * 8;
   }
   static DEVICE bool has_state() { return warp_of_team() == 0 && lane_id() < 4; }
 
-  DEVICE void give(int num_rows, const OwnState& x) const {
+  DEVICE void give(int num_rows, const OwnState& x) const { give_part(num_rows, x, has_state()); }
+  DEVICE void give_whole(int num_rows, const State& x) const { give_part(num_rows, x, lane_id() < 4); }
+  template <int N>
+  DEVICE void give_part(int num_rows, const StateOf<N>& x, bool has_state) const {
     const int lane = lane_id();
     const float other = __shfl_xor_sync(~0u, x.total[0], 4);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       if (lane % 4 * 2 + c >= num_rows) continue;
       const float total = (lane & 4) / 4 == c ? x.total[0] : other;
-      if (has_state()) put_pair(state + c * 8, x.largest[0][c], total);
+      if (has_state) put_pair(state + c * 8, x.largest[0][c], total);
 #pragma unroll
-      for (int i = 0; i < OWN_STEPS; ++i) {
+      for (int i = 0; i < N; ++i) {
         put_pair(sums + c * ROW + i * STEP, x.sums[0][i][c], x.sums[0][i][c + 2]);
       }
     }

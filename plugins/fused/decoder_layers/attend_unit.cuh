@@ -140,7 +140,8 @@ struct Fresh {
   DEVICE bool has(const Step& s, int token, int from, int to) const {
     const u32 key = first_key + token;
     const int tile = key / KEYS;
-    const bool is_mine = key % KEYS / (KEYS / TEAM) == warp_of_team() && lane_id() < CHUNKS;
+    const int its_warp = IS_LONG ? tile % TEAM : key % KEYS / (KEYS / TEAM);
+    const bool is_mine = its_warp == warp_of_team() && lane_id() < CHUNKS;
     return token < s.num_tokens && is_mine && tile >= from && tile < to;
   }
   const u8 *queries, *cached;  // the lane's, of the first step and token

@@ -25,12 +25,15 @@ struct Layer {
 };
 static_assert(sizeof(Layer) == 23 * 8, "as kernel.py has it");
 
+constexpr bool IS_LONG = MAX_UNITS > 32;  // contexts beyond 4,096 tokens: tiles come through the ring (attend_long.cuh)
+static_assert(!IS_LONG || (!MXFP4 && HELD == 0), "nothing else takes units of the ring, and units have room for tiles");
+
 constexpr int COMPUTE = 256, WARPS = COMPUTE / 32;  // threads that compute
 constexpr int COPY = 128;                           // threads that copy
 constexpr int HOLD = HELD > 0 ? 128 : 0;            // threads that hold weights in registers
 // Registers per thread. A multiprocessor has 512 for one thread of each of four warps; a held ring unit takes 64.
-constexpr int COPY_REGISTERS = MXFP4 ? 56 : 40, HOLD_REGISTERS = 40 + 64 * HELD;
-constexpr int COMPUTE_REGISTERS = HELD > 0 ? (512 - COPY_REGISTERS - HOLD_REGISTERS) / 16 * 8 : MXFP4 ? 224 : 232;
+constexpr int COPY_REGISTERS = IS_LONG ? 72 : MXFP4 ? 56 : 40, HOLD_REGISTERS = 40 + 64 * HELD;
+constexpr int COMPUTE_REGISTERS = HELD > 0 ? (512 - COPY_REGISTERS - HOLD_REGISTERS) / 16 * 8 : IS_LONG ? 216 : MXFP4 ? 224 : 232;
 constexpr int THREADS = COMPUTE + COPY + HOLD, AT_START = 65536 / THREADS / 8 * 8;  // registers of each
 static_assert(COMPUTE * COMPUTE_REGISTERS + COPY * COPY_REGISTERS + HOLD * HOLD_REGISTERS <= AT_START * THREADS,
               "more registers than the block starts with: setmaxnreg would wait for ever");

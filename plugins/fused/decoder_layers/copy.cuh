@@ -19,9 +19,14 @@ DEVICE void wait_for_chunk(const Shared& shared, int behind) {
   }
 }
 
-// At most IN_FIRST chunks in flight for the block's first FIRST units, then IN_REST.
+// Ahead of a copy to a slot that threads have read and written: the copy engine's accesses are of another proxy.
+DEVICE void fence_slot() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// At most IN_FIRST chunks in flight for the block's first FIRST units, then IN_REST. tiles_until: behind the ring's last
+// unit of tiles (copy_tiles.cuh).
 template <class S, int FIRST, int IN_FIRST, int IN_REST>
-DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32& number, u64 policy) {
+DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32& number, u64 policy,
+                         u32 tiles_until = 0) {
   const Share<S> share;
   constexpr int PIECE = S::GROUP_ROWS * ROW_BYTES;  // an interval's chunk
 #pragma unroll 1
@@ -33,6 +38,7 @@ DEVICE void copy_product(const Shared& shared, const u8* weight, int chunk, u32&
     for (int unit = 0; unit < S::UNITS; ++unit, ++number) {
       const u32 slot = number % STAGES, turns = number / STAGES;
       if (turns > 0) barrier_wait(shared.empty + 8 * slot, (turns & 1) ^ 1);
+      if (IS_LONG && number < tiles_until + STAGES) fence_slot();
       const int most = i * S::UNITS + unit < FIRST ? IN_FIRST : IN_REST;
       const int behind = CHUNKS * number + chunk - most;
       if (behind >= 0) wait_for_chunk(shared, behind);

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmctl.errors import CorruptEngine
-from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.dtypes import pointer, short_name
 from llmctl.plugins.backends.cuda.kernel_spec import (
     KernelSpec,
@@ -25,8 +24,10 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     PointerTable,
     StepLimits,
     StepShape,
+    TensorMap,
 )
 from llmctl.plugins.fused.decoder_layers.chain import Layer, find_layers, layer_fields, read_layers
+from llmctl.plugins.fused.decoder_layers.room import COLUMNS, ROW, Room, find_room
 from llmctl.plugins.fused.decoder_layers.tactics import (
     EVERYWHERE,
     NAME,
@@ -42,12 +43,7 @@ if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
     from llmctl.plugins.core.fused_calls import FusedCalls
 
-MIN_STAGES, MAX_RING_BYTES = 4, 6 * 32768
-_COLUMNS = 8  # attention rows of a team of four warps
-_TEAMS = 2  # teams of four warps in a block that process attention work items
-_FINISHED = 32  # sums (row group, token) that a block finishes at once
 _WARPS = 12  # of a block: eight compute, four copy
-_LAYER_BYTES = 23 * 8  # `Layer` in chain.cuh
 _LINE = 32  # ints from one counter to the next
 _TYPES = {"bfloat16": "BF16", "float16": "FP16", "float8_e4m3fn": "E4M3", "int8": "INT8"}
 
@@ -70,23 +66,6 @@ class Chain:
     def is_whole(self) -> bool:
         """Whether the model's last layer is in it: then one token of a step gets logits."""
         return bool(self.layers[-1].gathers)
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """How a thread block divides its shared memory, bytes."""
-
-    unit: int  # of the ring
-    table: int  # the 4-bit numbers
-    work: int  # tokens and sums, or keys and values
-    stages: int  # slots of the ring
-    slots: int  # per team, for tiles of keys and values
-
-    @property
-    def num_bytes(self) -> int:
-        """Alignment, table, ring and its barriers, work, sums of squares, two layers' addresses."""
-        ring = self.stages * (self.unit + 40)
-        return 1024 + self.table + ring + self.work + 256 + 2 * _LAYER_BYTES + 32
 
 
 def find_chains(
@@ -115,7 +94,7 @@ def _open_chain(calls: Sequence[OpCall], limits: StepLimits, fused: FusedCalls) 
     layers = read_layers(calls, fused.start, fused.stop, limits)
     if layers and (stored := stored_tactic(fused.kernel)):
         tokens, tactic = stored
-        room = _room(layers[0], limits, tokens)
+        room = find_room(layers[0], limits, tokens, tactic)
         if room is not None:
             chain = Chain(fused.start, fused.stop, tuple(layers), tokens, room, tactic)
             if tokens in TOKENS and chain_spec(chain, limits).name == fused.kernel:
@@ -141,8 +120,8 @@ def find_chain(
     found = [layer for layer in layers if whole or not layer.gathers]
     if len(found) < 2 or (whole and not found[-1].gathers):
         return None
-    room = _room(found[0], limits, most_tokens)
-    if room is None or not any(gain for _, gain in tactic.gains):
+    room = find_room(found[0], limits, most_tokens, tactic)
+    if room is None or not tactic.gains_within(limits.max_seq_len):
         return None
     return Chain(found[0].start, found[-1].stop, tuple(found), most_tokens, room, tactic)
 
@@ -163,6 +142,7 @@ def chain_spec(chain: Chain, limits: StepLimits) -> KernelSpec:
             *("*i64", "i32", "i32", "*fp8e4nv", pointer(layer.dtype), pointer(layer.dtype)),
             *(pointer(layer.dtype), "*i32", "i32", "*fp32", *["*i32"] * 5, "*u8", "*i32"),
             *("fp32", "fp32", "i32", "i32"),
+            *(("tensor_map", pointer(limits.kv_dtype)) if tactic.is_long else ()),
         ),
         constants={
             **form_macros(layer.weights),
@@ -251,8 +231,17 @@ def chain_launch(
             first.logit_scale,
             step.block_tables.stride(0),
             int(is_one_of_two),
+            *(_cache_map(env) if chain.tactic.is_long else ()),
         ),
     )
+
+
+def _cache_map(env: LaunchEnv) -> tuple[TensorMap, torch.Tensor]:
+    """The whole cache as rows of 128 bytes, in boxes of a head's keys of a page or of a tile."""
+    cache, limits = env.kv_cache, env.limits
+    keys = min(limits.tokens_per_block, KEYS)
+    line = cache.shape[-1] * cache.element_size()
+    return TensorMap(cache.view(torch.uint8).view(-1, ROW), keys * line // ROW, ROW), cache
 
 
 def exchange_bytes(chain: Chain, limits: StepLimits) -> int:
@@ -261,40 +250,9 @@ def exchange_bytes(chain: Chain, limits: StepLimits) -> int:
     itemsize: int = getattr(torch, limits.kv_dtype).itemsize
     cached = 2 * layer.num_kv_heads * layer.head_size * itemsize
     row = 3 * layer.attended + cached + 4 * layer.hidden + layer.intermediate
-    states = layer.num_kv_heads * _max_units(limits, chain.tactic) * _COLUMNS
+    states = layer.num_kv_heads * _max_units(limits, chain.tactic) * COLUMNS
     return 2 * (chain.tokens * row + states * (8 + 4 * layer.head_size))
 
 
 def _max_units(limits: StepLimits, tactic: Tactic) -> int:
     return count_units(-(-min(tactic.reach, limits.max_seq_len) // KEYS) * KEYS)
-
-
-def _room(layer: Layer, limits: StepLimits, tokens: int) -> Room | None:
-    """None where layers.cu cannot serve so many tokens."""
-    if tokens * layer.group > _COLUMNS:
-        return None
-    shares = layer.shares(limits.num_sms)
-    if max(share.groups for share in shares) * tokens > _FINISHED:
-        return None
-    work = max(share.token_bytes(tokens) + share.sum_bytes(tokens) for share in shares)
-    itemsize: int = getattr(torch, limits.kv_dtype).itemsize
-    tiles = _TEAMS * 2 * KEYS * layer.head_size * itemsize
-    form, queries = layer.weights, 0
-    if form.is_coded and tokens == 1:  # landing.cuh
-        queries = _TEAMS * layer.head_size * 2 * (layer.group + itemsize)
-        landing = max(shares[0].token_bytes(1), shares[2].token_bytes(1)) + 2 * layer.hidden
-        work = max(work, landing)
-    smallest = -(-max(work, tiles + queries) // 1024) * 1024
-    unit = form.interval * form.block_bytes  # 16 rows at four intervals of 512 of K, or 8 at eight
-    table = form.table_bytes
-    stages = _stages(Room(unit, table, smallest, 0, 1))
-    if stages < MIN_STAGES:
-        return None
-    wider = -(-max(smallest, 2 * tiles + queries) // 1024) * 1024
-    slots = 2 if _stages(Room(unit, table, wider, 0, 2)) == stages else 1
-    return Room(unit, table, smallest if slots == 1 else wider, stages, slots)
-
-
-def _stages(room: Room) -> int:
-    fitting = (HOPPER.max_shared_bytes - room.num_bytes) // (room.unit + 40)
-    return min(fitting, MAX_RING_BYTES // room.unit)

@@ -8,6 +8,9 @@
 // multiplies what the ring holds (product.cuh); attend.cuh has the attention between products. Four more warps
 // may hold some units of gate and up if the ring is too small for what could be loaded meanwhile (hold.cuh).
 //
+// A binary for contexts longer than 4,096 tokens (MAX_UNITS) has keys and values come through the ring, too:
+// attend_long.cuh, copy_tiles.cuh.
+//
 // Every result has the same bits as the kernels of the single operators give: the same intervals of K in
 // the same order, the same norm, epilogues, attention work items and merges.
 //
@@ -23,49 +26,11 @@
 // items), EXCHANGE_BYTES.
 
 #include "fused/decoder_layers/attend.cuh"
-#include "fused/decoder_layers/copy.cuh"
+#include "fused/decoder_layers/copy_tiles.cuh"
 #include "fused/decoder_layers/fetch.cuh"
 #include "fused/decoder_layers/hold.cuh"
 #include "fused/decoder_layers/prefetch.cuh"
-
-// The addresses of two values of a group of queries, keys or values: `at`, and `apart` further.
-struct RotatedPlace {
-  int at, apart;
-  bool is_query;
-  DEVICE RotatedPlace(int head, int dim, int apart_, int token) : is_query(head < NUM_HEADS) {
-    const int row = token * 2 * NUM_KV_HEADS + head - NUM_HEADS;
-    at = is_query ? Q_AT + (token * ATTENDED + head * HEAD_SIZE + dim) * 2
-                  : KV_AT + (row * HEAD_SIZE + dim) * KV_BYTES;
-    apart = apart_ * (is_query ? 2 : KV_BYTES);
-  }
-};
-
-// Two values of queries, keys or values; they are written to the cache after they were given to other blocks.
-struct CachedPair {
-  Cached *to, left, right;  // of the cache: null for queries
-  Divisor divisor;          // by its scale
-
-  DEVICE void give(const Exchange& x, const rope_end::TokenConstants& t, const rope_end::Rotated& y,
-                   int token) {
-    const RotatedPlace place(y.head, y.dim, y.apart, token);
-    if (place.is_query) {
-      const u32 pair = attention::to_inner(MODEL_TYPE::pack_pair(y.left, y.right));
-      ::give(x, place.at, u16(pair));
-      ::give(x, place.at + place.apart, u16(pair >> 16));
-      return;
-    }
-    if constexpr (attention::Same<KV_TYPE, E4M3>::value) {
-      const u32 two = divisor.any_pair(MODEL_TYPE::pack_pair(y.left, y.right));
-      left = Cached(two), right = Cached(two >> 8);
-    } else {
-      left = KV_TYPE::pack(__fdiv_rn(y.left, t.kv_scale));
-      right = KV_TYPE::pack(__fdiv_rn(y.right, t.kv_scale));
-    }
-    give_cached(x, place.at, left);
-    give_cached(x, place.at + place.apart, right);
-    to = t.row ? t.row + y.dim : nullptr;
-  }
-};
+#include "fused/decoder_layers/rotated.cuh"
 
 DEVICE Value finish_plain(const PlainEnd::Epilogue& e, const PlainEnd::Rows& rows,
                           const PlainEnd::Token& t, int half, float sum) {
@@ -106,12 +71,17 @@ DEVICE bool is_for_this_launch(const int* cu_q) {
   return is_one == (TOKENS == 1);
 }
 
+#if MAX_UNITS > 32  // the whole cache, in boxes of a head's keys or values of a page or of a tile
+#define CACHE_MAP , const __grid_constant__ TensorMap cache_map, const Cached* all_cached
+#else
+#define CACHE_MAP
+#endif
 extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
     layers(const long long* table, int num_layers, int tokens, const u8* x, const uint4* residual,
            Value* down_out, uint4* residual_out, const int* rows, int is_gathered, const float* rotary,
            const int* positions, const int* slots, const int* cu_q, const int* kv_lens,
            const int* block_tables, u8* exchanged, int* counters, float epsilon, float softmax_scale,
-           int table_stride, int is_one_of_two) {
+           int table_stride, int is_one_of_two CACHE_MAP) {
   extern __shared__ u8 memory[];
   // Ahead of everything: what a copy brings must have arrived before the block ends.
   if (is_one_of_two && !is_for_this_launch(cu_q)) return;
@@ -140,8 +110,12 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
     take_registers<COPY_REGISTERS, false>();
     const int chunk = (threadIdx.x - COMPUTE) / 32;
     if (IS_PREFETCHED_BY_A_WARP && chunk == CHUNKS) prefetch_layers(all, num_layers);
+#if MAX_UNITS > 32
+    else copy_all_long(shared, all, num_layers, chunk, &cache_map, all_cached, cu_q, kv_lens, block_tables);
+#else
     else if (lane_id() == 0 && chunk < CHUNKS) copy_all(shared, all, num_layers, chunk);
     else if (IS_FETCHED && lane_id() == 0) fetch_all(shared, exchanged, counters, num_layers, cu_q, kv_lens);
+#endif
     return;
   }
   take_registers<COMPUTE_REGISTERS, true>();
@@ -203,8 +177,12 @@ extern "C" __global__ void __launch_bounds__(COMPUTE + COPY + HOLD, 1)
     meet();  // keys and values are written where tokens and sums were
     if (HELD > 0) holders_arrive<QKV_IS_DONE>();
     Expanded first_of_o = {};
+#if MAX_UNITS > 32
+    attention::attend_long(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l, taken);
+#else
     attention::attend(step, exchange, layer, shared, arrivals, counters + 64, heads_expected, l,
                       [&] { expand_first<OSize>(shared, taken, first_of_o); });
+#endif
     {
       const Weights& w = layer->o;
       const PlainEnd::Epilogue e = {nullptr, w.weight_scale, w.x_scale, w.bias, 0, tokens, HIDDEN};

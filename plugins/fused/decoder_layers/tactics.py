@@ -15,8 +15,9 @@ from llmctl.errors import CorruptEngine
 from llmctl.plugins.fused.decoder_layers.chain import Layer
 
 NAME = "decoder_layers"  # of binaries, and of their scratch memory
-# tokens: in longer contexts an attention work item takes a team of warps too long
-MAX_CONTEXT = 4096
+# Tokens. In contexts longer than SHORT keys and values come through the ring of weights, by
+# binaries of their own (attend_long.cuh).
+SHORT, MAX_CONTEXT = 4096, 131072
 Gains = tuple[tuple[int, bool], ...]  # (contexts up to, whether one launch is faster), ascending
 
 
@@ -47,7 +48,18 @@ class Tactic:
     @property
     def reach(self) -> int:
         """The longest context that the binary may see: attention has code for no longer ones."""
-        return min(MAX_CONTEXT, max((most for most, _ in self.gains), default=MAX_CONTEXT))
+        return min(MAX_CONTEXT, max((most for most, _ in self.gains), default=SHORT))
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the binary is one for contexts longer than SHORT."""
+        return self.reach > SHORT
+
+    def gains_within(self, most: int) -> bool:
+        """Whether one launch is faster in some steps of an engine whose contexts have at most so
+        many tokens."""
+        starts = (0, *(context for context, _ in self.gains))
+        return any(gain and at < most for at, (_, gain) in zip(starts, self.gains, strict=False))
 
     def words(self) -> list[str]:
         """The end of a binary's name: context lengths up to which one launch is faster ("+") or not
@@ -57,7 +69,7 @@ class Tactic:
 
 
 USUAL = Pace(4, 4, 6, 8, 0)  # for shapes that were not measured
-NOWHERE, EVERYWHERE = Tactic((), USUAL), Tactic(((MAX_CONTEXT, True),), USUAL)
+NOWHERE, EVERYWHERE = Tactic((), USUAL), Tactic(((SHORT, True),), USUAL)
 
 
 def shape_key(layer: Layer, tokens: int = 1) -> str:
@@ -78,17 +90,26 @@ def measured_tactics(layer: Layer, tokens: int, is_always: bool = False) -> tupl
     pace = Pace(*table["pace"].get(key, USUAL))
     if is_always and not gains:
         gains = EVERYWHERE.gains
-    return divided(gains, pace, table["own_binary"].get(key, ()))
+    long_pace = Pace(*table["pace"].get(f"{key}.long", pace._replace(held=0)))
+    return divided(gains, pace, table["own_binary"].get(key, ()), long_pace)
 
 
-def divided(gains: Gains, pace: Pace, own: Sequence[int]) -> tuple[Tactic, ...]:
-    """First the binary for all contexts but those up to each of `own` that are longer than the next
-    shorter ones in `gains`: these have one each, which is compiled for contexts up to there."""
-    others = tuple((most, gain and most not in own) for most, gain in gains)
+def divided(
+    gains: Gains, pace: Pace, own: Sequence[int], long_pace: Pace | None = None
+) -> tuple[Tactic, ...]:
+    """First the binary for all contexts up to SHORT but those up to each of `own` that are longer
+    than the next shorter ones in `gains`: these have one each, which is compiled for contexts up to
+    there. Last the one for longer contexts, if there are gains."""
+    short = tuple((most, gain) for most, gain in gains if most <= SHORT)
+    others = tuple((most, gain and most not in own) for most, gain in short)
     apart = [
-        tuple((most, gain and most == last) for most, gain in gains if most <= last) for last in own
+        tuple((most, gain and most == last) for most, gain in short if most <= last) for last in own
     ]
-    return tuple(Tactic(each, pace) for each in (others, *apart))
+    found = [Tactic(each, pace) for each in (others, *apart)]
+    if any(gain for most, gain in gains if most > SHORT):
+        beyond = tuple((most, gain and most > SHORT) for most, gain in gains)
+        found.append(Tactic(beyond, long_pace or pace._replace(held=0)))
+    return tuple(found)
 
 
 def stored_tactic(name: str) -> tuple[int, Tactic] | None:
