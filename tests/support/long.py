@@ -36,14 +36,16 @@ def attend_long(
     bound: int = BOUND,
     ranges: int = 1,
     room: int | None = None,
+    helped: bool = False,
 ) -> list[torch.Tensor]:
     """The rows of the parts where a thread block has `rows` of them (of long_batch.cu, if long.cu
     has no such binary) and so many share a context, of long.cu for each on average (0: as many as a
     step chooses), with two tokens and one request of padding. ranges: of all tiles, where nobody
-    shares one. room: for that many stored work items of a KV head and a block of rows."""
+    shares one. room: for that many stored work items of a KV head and a block of rows. helped:
+    others help with the beginning of the only request's context."""
     step, call = world.step(parts), world.call(parts, 2)
     env = replace(world.env(step, 1), use_pdl=True)
-    counts = {"num_tokens": step.num_tokens + 2, "num_requests": step.num_requests + 1}
+    counts = {"num_tokens": step.num_tokens + 2, "num_requests": step.num_requests + (not helped)}
     shape = world.shape(step, max_kv_len=bound, **counts)
     own = own_tensors(call, env), partials(call, env), logit_scale(call)
     kernel = long if rows in BLOCK_ROWS else long_batch
@@ -66,6 +68,7 @@ def attend_long(
         heads *= -(-max(count for *_, count in parts) // launch.arguments[at - 2])  # blocks of rows
         grid = (splits * requests, heads, 1) if splits > 1 else (1, heads, requests)
         grid = (ranges, 1, 1) if alone else grid
+        grid = (splits * heads + heads // 2, 1, 1) if helped else grid
         room = launch.arguments[at] if room is None else room
         arguments = (*launch.arguments[:at], room, *launch.arguments[at + 1 :])
         launch = replace(launch, spec=spec, grid=grid, arguments=arguments)

@@ -14,9 +14,10 @@
 // (of a context that take as long as the keys from a tree's root's tile on), WINDOW_TILES, SHARED_BYTES, UNIT,
 // MOST_UNIT, K_SCALE, V_SCALE, STATIC.
 // Grid: thread blocks that share all contexts of a KV head and a block of rows (shares.cuh), KV heads * blocks of rows; or one
-// each, KV heads * blocks of rows, requests; or ranges. Counters are zero before and after.
+// each, KV heads * blocks of rows, requests; or ranges; or, of one request, all that share its contexts of all KV heads, and
+// those that help two of these each (help.cuh). Counters are zero before and after.
 
-#include "ops/paged_attention/long/shares.cuh"
+#include "ops/paged_attention/long/help.cuh"
 #if TREE
 #include "ops/paged_attention/long/tail.cuh"
 #endif
@@ -86,12 +87,23 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
     asm volatile("setmaxnreg.dec.sync.aligned.u32 " REGISTERS_BRING ";");
     const int own_tiles = max(min(numbers.limit - count, limit), 0) / KEYS;
     Bringer bringer(shared);
-    bringer.aim(cache, head, block_tables + (long long)request * table_stride, limit);
-    bringer.bring(share, limit, TREE ? tiles : own_tiles);
+    const int heads = HELPS && placed.nth < 0 ? 2 : 1;
+#pragma unroll 1
+    for (int nth = 0; nth < heads; ++nth) {
+      bringer.aim(cache, head + nth, block_tables + (long long)request * table_stride, limit);
+      bringer.bring(share, limit, TREE ? tiles : own_tiles);
+    }
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 " REGISTERS_COMPUTE ";");
   wait_for_dependencies();
+#if !TREE
+  if (HELPS && placed.nth < 0) {
+    const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
+    help(shared, placed, q, position_ids, partial, counters, scale, block_tokens, max_entries);
+    return;
+  }
+#endif
   Part part;
   part.head = head, part.token = numbers.start + first_token;
   part.rows = min(block_tokens, count - first_token) * GROUP;
@@ -101,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   part.entries.rows = entry_rows, part.entries.first_unit = placed.first_unit;
   part.entries.sums = partial + entry * entry_rows * SIZE;
   part.entries.states =
-      (float2*)(partial + (long long)gridDim.y * max_entries * entry_rows * SIZE) + entry * entry_rows;
+      (float2*)(partial + (long long)num_blocks_of_rows() * max_entries * entry_rows * SIZE) + entry * entry_rows;
   const float scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
   State all;
   {
@@ -156,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, WARPGROUPS == 1 ? 2 : 
   const int left = leave_shares(counter);
   asm volatile("" : "+f"(value_scale), "+f"(its_scale));
   const float quanta = STATIC ? __fdiv_rn(1.0f, its_scale) : 1.0f;
-  merge_entries(shared, memory, part, part.entries.of(count_units(place.context.end)), place.nth, sharing, out,
+  merge_entries(shared, memory, part, part.entries.of(count_units(place.context.end)), place.nth, place.mergers, out,
                 value_scale, quanta);
-  clear_shares(counter, left, sharing);
+  clear_shares(counter, left, sharing, place.mergers);
 }

@@ -9,10 +9,7 @@ items; a context that is not shared needs none.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from llmctl.plugins.backends.cuda.kernel_spec import (
@@ -25,13 +22,18 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.paged_attention.batch.batch import is_long
 from llmctl.plugins.ops.paged_attention.chunk.chunk import covers_chunks
+from llmctl.plugins.ops.paged_attention.long.entries import (
+    TAIL_TILES,
+    WINDOW_TILES,
+    most_entries,
+)
 from llmctl.plugins.ops.paged_attention.shared.source_specs import (
     group_size,
     most_short_tokens,
     source_variant,
     tensor_types,
 )
-from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS, MOST_UNIT, count_units, unit_start
+from llmctl.plugins.ops.paged_attention.shared.tiles import KEYS
 
 if TYPE_CHECKING:
     import torch
@@ -69,11 +71,10 @@ class Variant:
 _PLACE_BYTES = 448
 STAGES = 2  # tiles of keys, and of values, as operands
 VARIANTS = (Variant(1, 2, 2, 1.5, 1.58), Variant(2, 1, 8, 1.21, 1.27))
-WINDOW_TILES = 3  # from a tree's root's on
 MAX_TREE = (WINDOW_TILES - 1) * KEYS + 1  # keys: from any place in the root's tile
-_TAIL_TILES = 15  # of a context that take as long in long.cu as what follows a tree's root
 # Microseconds that thread blocks which share contexts take longer: they meet, and merge.
 _SHARING_US = 15.0
+_LEAST_HELPED = 6  # tiles of a share whose context's beginning others help with
 _ALONE = 0.8  # of a tile's time, where a multiprocessor has one thread block that could have two
 
 
@@ -170,7 +171,10 @@ def long_launch(
     if alone:  # of ranges of all tiles
         grid = (at_once, 1, 1)
     elif shape.num_requests == 1:
+        helpers = 0 if has_trees else _helpers(call, cut, min(shape.max_kv_len, limits.max_seq_len))
         grid = (cut.splits, rows, 1)
+        if helpers and cut.splits * rows + helpers <= at_once:
+            grid = (cut.splits * rows + helpers, 1, 1)
     elif at_once // rows > shape.num_requests:  # all share all contexts
         grid = (at_once // rows, rows, 1)
     else:
@@ -200,7 +204,8 @@ def cut_of(
         groups, at_once = contexts * num_blocks, variant.blocks * limits.num_sms
         an_entry = groups * block_tokens * group * (size + 2)
         wanted = max(at_once // groups, 1)
-        splits, entries = _choose_splits(tiles, wanted, room // an_entry, has_trees)
+        helped = not has_trees and shape.num_requests == num_blocks == 1
+        splits, entries = _choose_splits(tiles, wanted, room // an_entry, has_trees, helped)
         each = -(-groups * splits // at_once) * -(-tiles // splits)  # tiles, one after another
         if splits == 1 and not has_trees and _may_be_alone(limits, variant):
             each = max(-(-groups * tiles // at_once), tiles)  # as ranges
@@ -213,45 +218,24 @@ def cut_of(
     return min(found, key=lambda each: each.us)
 
 
-def _choose_splits(tiles: int, most: int, room: int, has_trees: bool) -> tuple[int, int]:
+def _helpers(call: OpCall, cut: Cut[Variant], longest: int) -> int:
+    """Thread blocks that would help two contexts of KV heads each with their beginnings, which have
+    most work items (`Place::put_helped`), if so many multiprocessors are left."""
+    heads = int(call.attributes["num_kv_heads"])
+    may_help = cut.variant.warpgroups == 2 and cut.num_blocks == 1 and heads % 2 == 0
+    is_long_enough = cut.splits > 1 and longest > _LEAST_HELPED * KEYS * cut.splits
+    return heads // 2 if may_help and is_long_enough else 0
+
+
+def _choose_splits(
+    tiles: int, most: int, room: int, has_trees: bool, helped: bool
+) -> tuple[int, int]:
     """Thread blocks of a context, at most so many, and for how many entries there must be room."""
     for splits in range(most, 1, -1):
-        entries = most_entries(tiles, splits, has_trees)
+        entries = most_entries(tiles, splits, has_trees, helped)
         if entries <= room:
             return splits, entries
     return 1, 0
-
-
-def most_entries(tiles: int, splits: int, has_trees: bool) -> int:
-    """Of a context of up to so many tiles: the work items of all shares but the first, and one."""
-    return _entries(1 << tiles.bit_length(), splits, has_trees)[tiles]
-
-
-@lru_cache(maxsize=256)
-def _entries(tiles: int, splits: int, has_trees: bool) -> tuple[int, ...]:
-    """`most_entries` of fewer tiles."""
-    starts = [unit_start(unit) for unit in range(count_units(tiles * KEYS) + 2)]
-    units = [bisect_left(starts, each) for each in range(tiles)]
-    firsts = []  # of the second share (`Share::border`)
-    costs = [2 * (end - start) + (end - start < MOST_UNIT) for start, end in pairwise(starts)]
-    ends = list(accumulate(costs, initial=0))  # what takes as long, in half tiles (`Share::cost`)
-    for each in range(tiles):
-        last = bisect_right(starts, each) - 1
-        if has_trees or each <= splits * MOST_UNIT:
-            more = _TAIL_TILES * has_trees
-            firsts.append(min(bisect_right(starts, (each + more) // splits) - 1, last))
-            continue
-        inside = (each - starts[last]) * costs[last] // (starts[last + 1] - starts[last])
-        from_cost = min(bisect_right(ends, (ends[last] + inside) // splits) - 1, last)
-        from_end = _round_up(each) - (splits - 1) * _round_up(-(-each // splits))
-        firsts.append(max(from_cost, bisect_right(starts, min(from_end, starts[last])) - 1))
-    behind = range(WINDOW_TILES + 1) if has_trees else (0,)
-    found = [1 + max(units[n] - firsts[max(n - b, 0)] for b in behind) for n in range(tiles)]
-    return tuple(accumulate(found, max))
-
-
-def _round_up(tiles: int) -> int:
-    return -(-tiles // MOST_UNIT) * MOST_UNIT
 
 
 def _may_be_alone(limits: StepLimits, variant: Variant) -> bool:
@@ -272,7 +256,7 @@ def long_spec(
         "BYTE_SLOTS": variant.byte_slots,
         "ALONE": alone,
         "TREE": has_trees,
-        "TAIL_TILES": _TAIL_TILES,
+        "TAIL_TILES": TAIL_TILES,
         "WINDOW_TILES": WINDOW_TILES,
         "SHARED_BYTES": shared_bytes,
     }

@@ -35,8 +35,14 @@ DEVICE void meet_shares(int* counter, int count) {
 DEVICE int leave_shares(int* counter) { return threadIdx.x == THREADS ? count_leaving(counter) : 0; }
 
 // The last one to leave sets the counter to zero.
-DEVICE void clear_shares(int* counter, int left, int count) {
-  if (threadIdx.x == THREADS && left == 2 * count - 1) *counter = 0;
+DEVICE void clear_shares(int* counter, int left, int count, int mergers) {
+  if (threadIdx.x == THREADS && left == count + mergers - 1) *counter = 0;
+}
+
+// A thread block that has stored its work items and merges nothing comes, and does not stay.
+DEVICE void pass_shares(int* counter) {
+  meet_computing();
+  if (threadIdx.x == THREADS) wait_for_others(counter, 0);
 }
 
 // The factors of one row, BATCH work items after another, by as many lanes.

@@ -68,11 +68,18 @@ struct Context {
   DEVICE int entries(int count) const { return count > 1 ? count_units(end) - first_unit(count) + 1 : 0; }
 };
 
+// What work items take in quarters of a tile, which is about 0.29 us, where they are merged as they come and where they are stored.
+typedef Costs<5, 2, 2> Merged;
+typedef Costs<7, 2, 2> Stored;
+constexpr int SECOND_CONTEXT = 12;  // what beginning with another context takes
+constexpr int LEAST_HELPED = 6;     // tiles of a share
+
 // What a thread block has of which context.
 struct Place {
   Context context;
   int request, rows;  // of the blocks of rows of the request's KV heads
-  int nth, count;     // of the thread blocks that share the context; 0: it has none
+  int nth, count;     // of the thread blocks that share the context; 0: it has none. nth < 0: one that helps two contexts
+  int mergers;        // of them, those that merge
   Share share;
   int first_unit;   // of the second entry
   int first_entry;  // of the context's
@@ -81,7 +88,7 @@ struct Place {
   // By a warp, of which one lane has the context: where its share begins and ends, and where the first one of the context ends,
   // are found by three lanes at once.
   DEVICE void put(const Context& its, int lane, int request_, int rows_, int nth_, int count_) {
-    if (lane_id() == lane) context = its, request = request_, rows = rows_, nth = nth_, count = count_;
+    if (lane_id() == lane) context = its, request = request_, rows = rows_, nth = nth_, count = count_, mergers = count_;
     const int tiles = __shfl_sync(~0u, its.tiles, lane), of = __shfl_sync(~0u, count_, lane);
     const int first = __shfl_sync(~0u, nth_, lane), own = lane_id() == 2 ? 1 : first + min(lane_id(), 1);
     const int border = Share::border(tiles, MORE, min(own, of), of), unit = count_units(border + 1) - 1;
@@ -89,7 +96,39 @@ struct Place {
     if (lane_id() == 1) share.end = border;
     if (lane_id() == 2) first_unit = unit;
   }
+  // As `put` for the only request, where some thread blocks help. The first two shares have most work items, whose ends take
+  // time. Who helps has the end of the first and the beginning of the second, of two contexts: lanes try how long the longest of
+  // the four may take, from what the last share takes on.
+  DEVICE void put_helped(const Context& its, int room) {
+    const int splits = gridDim.x / HEADS, block = blockIdx.x, lane = lane_id(), tiles = its.tiles;
+    const bool helps = block >= splits * HEADS;
+    const int own = helps ? 0 : block % splits;
+    const int nth_border = lane < 2 ? own + lane : lane < 4 ? lane - 1 : splits - 1;
+    const int border = Share::border(tiles, MORE, min(nth_border, splits), splits);
+    const int first = __shfl_sync(~0u, border, 2), second = __shfl_sync(~0u, border, 3);
+    const int each = Stored::cost(tiles) - Stored::cost(__shfl_sync(~0u, border, 4));
+    const int most = each + lane * (1 + each / 32), from = max(Stored::cost(second) - most, 0);
+    int left = min(first, unit_start(Merged::unit_behind(most))), unit = Stored::unit_behind(from), right = unit_start(unit);
+    if (Stored::cost(right) < from) right = unit_start(unit + 1);
+    right = min(max(right, first), second);
+    const int its_cost = 2 * (Stored::cost(right) - Stored::cost(left)) + SECOND_CONTEXT;
+    const u32 fits = __ballot_sync(~0u, tiles >= LEAST_HELPED * splits && its_cost <= most);
+    const int best = fits ? __ffs(fits) - 1 : 0;
+    left = fits ? __shfl_sync(~0u, left, best) : first, right = fits ? __shfl_sync(~0u, right, best) : first;
+    const int begin = __shfl_sync(~0u, border, 0), end = __shfl_sync(~0u, border, 1);
+    if (lane > 0) return;
+    const bool are = left < right;
+    context = its, request = 0, rows = helps ? (block - splits * HEADS) * 2 : block / splits;
+    nth = helps ? -1 : own, mergers = splits;
+    count = its.cost > 0 && (are || !helps) ? splits + are : 0;
+    share.begin = helps ? left : own == 1 ? right : begin;
+    share.end = helps ? right : own == 0 ? left : end;
+    share.first_unit = count_units(share.begin + 1) - 1, first_unit = count_units(left + 1) - 1;
+    first_entry = rows * room, counter = rows * 32;
+  }
 };
+DEVICE int num_blocks_of_rows() { return HELPS && gridDim.y == 1 ? HEADS : gridDim.y; }
+DEVICE bool are_helped(const Requests& all) { return HELPS && gridDim.y == 1 && all.count == 1; }
 constexpr int PLACE_AT = (Tiles::BYTES + 15) / 16 * 16;
 static_assert(PLACE_AT + sizeof(Place) <= SHARED_BYTES, "room for all of it");
 
@@ -98,6 +137,11 @@ static_assert(PLACE_AT + sizeof(Place) <= SHARED_BYTES, "room for all of it");
 // and room for their entries: a multiple of the largest work item, or few.
 DEVICE void find_place(Place& place, const Requests& all, int room) {
   Context its;
+  if (are_helped(all)) {
+    its.load(all, 0);
+    place.put_helped(its, room);
+    return;
+  }
   const int counter = blockIdx.y * 32, counters = gridDim.y * 32;  // a cache line each
   if (all.count == 1 || gridDim.z > 1) {  // all share one, or each has its own
     its.load(all, blockIdx.z);

@@ -13,6 +13,9 @@ static_assert(KV_TYPE::bytes == 1, "converted in registers");
 // each, of every second. What a warp does once a tile takes longer than to convert its bytes: waits, and a fence, which also waits for
 // copies that the warp has just asked for.
 constexpr int TOGETHER = WARPGROUPS == 1 || !TREE ? 2 : 1, EVERY = 2 / TOGETHER;
+// Whether thread blocks behind those of all contexts help two contexts each with their beginnings (shares.cuh).
+constexpr bool HELPS = WARPGROUPS == 2 && !TREE && !ALONE && HEADS % 2 == 0;
+constexpr bool GOES_ON = ALONE || HELPS;  // a thread block may have shares of several contexts
 constexpr int COPY_STEP = KEY_STEP * TOGETHER / 4;  // keys that such warps copy at once
 constexpr int COPIES = KEYS / COPY_STEP;            // of a thread
 static_assert(SPAN >= COPY_STEP, "keys that are copied at once are of one page");
@@ -51,16 +54,13 @@ static_assert(Tiles::BYTES <= SHARED_BYTES, "room for all of it");
 
 DEVICE int round_up(int tiles) { return (tiles + MOST_UNIT - 1) & -MOST_UNIT; }
 
-// Tiles [begin, end) of a thread block.
-struct Share {
-  int begin, end, first_unit;
-
-  // What the first work items take, in half tiles: the end of one takes about as long as half a tile, but none is added for
-  // those of the most tiles, which most shares have.
-  static constexpr int FIRST_COST = 3 * 16;  // of the first 16
-  DEVICE static constexpr int unit_cost(int octave) { return (4 << octave) + (octave < LAST_OCTAVE); }
+// What work items take: the first 16, of one tile each, ONE; others 4 SCALE times 2^octave, and their ends END, but none is added for
+// those of the most tiles, which most shares have.
+template <int ONE, int SCALE, int END>
+struct Costs {
+  DEVICE static constexpr int unit_cost(int octave) { return SCALE * (4 << octave) + END * (octave < LAST_OCTAVE); }
   DEVICE static int cost(int tiles) {
-    int its = min(tiles, 16) * 3;
+    int its = min(tiles, 16) * ONE;
 #pragma unroll
     for (int octave = 0; octave <= LAST_OCTAVE; ++octave) {
       const int more = max(tiles - (16 << octave), 0), most = octave < LAST_OCTAVE ? 16 << octave : more;
@@ -70,7 +70,7 @@ struct Share {
   }
   // The last work item behind those that take no more than that.
   DEVICE static int unit_behind(int cost) {
-    int unit = cost / 3, from = FIRST_COST;
+    int unit = cost / ONE, from = ONE * 16;
 #pragma unroll
     for (int octave = 0; octave <= LAST_OCTAVE; ++octave) {
       if (cost >= from) unit = 16 + 8 * octave + (cost - from) / unit_cost(octave);
@@ -78,6 +78,12 @@ struct Share {
     }
     return unit;
   }
+};
+
+// Tiles [begin, end) of a thread block. Costs in half tiles: the end of a work item takes about as long as half a tile.
+struct Share : Costs<3, 1, 1> {
+  int begin, end, first_unit;
+
   // Where share `nth` of `count` begins, of `tiles` of a context: where a work item does. What follows the tiles, of trees, is
   // the last share's, and takes as long as `more` tiles. Shares of longer chains take about as long, but none has more tiles than
   // if all had as many: work items of the most tiles cannot be divided.
@@ -171,12 +177,12 @@ struct Bringer {
       own += EVERY * (2 * HALF_TILE);
       if (own - first == BYTE_SLOTS * (2 * HALF_TILE)) own = first;
     }
-    if (ALONE && slot == 1) {  // those who compute begin with the first slot again
+    if (GOES_ON && slot == 1) {  // those who compute begin with the first slot again
       barrier_wait(full + 8 * (STAGES + slot), parity);
       pass_slot();
     }
   }
-  static_assert(!ALONE || EVERY == 1, "all warps have the last tile");
+  static_assert(!GOES_ON || EVERY == 1, "all warps have the last tile");
 
  private:
   DEVICE void fetch(int tile, u32 to) {

@@ -239,7 +239,7 @@ DEVICE bool attend_share(const Tiles& shared, int first_unit, const ItsSeen& key
   multiply_values(odd, parity);
   product_wait<0>();
   release_values(odd);
-  if (ALONE && !odd) {  // there is no tile for the second slot
+  if (GOES_ON && !odd) {  // there is no tile for the second slot
     barrier_wait(shared.full_keys(1), parity);
     release(shared.empty_keys(1));
     barrier_wait(shared.full_values(1), parity);

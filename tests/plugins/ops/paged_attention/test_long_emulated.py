@@ -79,6 +79,18 @@ def test_contexts_divided_in_any_way(group, tokens, lengths, sizes, rows):
         assert same_bits(few, whole[(request + 1) * tokens - 1 : (request + 1) * tokens])
 
 
+def test_idle_thread_blocks_help_with_the_beginnings_of_contexts():
+    """Of two KV heads each, one after the other: the end of the first share, and the beginning of
+    the second."""
+    for length, kv_heads, splits in ((4090, 2, 4), (3072, 2, 3), (2048, 4, 4), (300, 2, 2)):
+        world = world_of(8, (length,), kv_heads=kv_heads, tokens_per_block=64)
+        parts = [(0, length - 11, 11)]
+        (wanted,) = attend(world, parts, 1)
+        (found,) = attend(world, parts, splits, helped=True)
+        assert same_bits(found, wanted), (length, splits)
+        assert not any(x.any() for name, x in world.scratch.items() if "counters" in name)
+
+
 @pytest.mark.parametrize(
     ("group", "tokens", "lengths", "sizes"),
     [
