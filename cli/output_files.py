@@ -43,7 +43,8 @@ def require_writable(*paths: Path, source: Path | None = None) -> None:
         try:
             final = _require_one(path)
         except (OSError, RuntimeError) as error:  # too long a name; links that lead to each other
-            raise BadConfig(f"{path} cannot be written: {error}") from error
+            reason = getattr(error, "strerror", None) or error  # not the name that was tried
+            raise BadConfig(f"{path} cannot be written: {reason}") from error
         if final in seen and final != Path(os.devnull):
             raise BadConfig(f"{path} is given for two outputs; each needs a file of its own")
         if source is not None and final == source.resolve():

@@ -92,6 +92,13 @@ def make_requests(
         from llmctl.cli.tokenizer import engine_tokenizer
 
         tokenizer = engine_tokenizer(engine_dir, config, "")
+    has_all = options.dataset is not None and all("max_tokens" in p.settings for p in prompts)
+    if options.output_len is not None and has_all:
+        raise BadConfig(
+            f"--target-output-len is {options.output_len}, and every row of {options.dataset} says "
+            "how many tokens it wants",
+            fix="leave --target-output-len out, or take output_tokens out of the rows",
+        )
     requests = []
     for index, prompt in enumerate(prompts):
         ids = prompt.token_ids

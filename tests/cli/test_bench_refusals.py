@@ -71,6 +71,18 @@ def test_a_bad_row_is_named(llmctl, engines, tmp_path, row, said):
     assert done.code in (1, 2) and said.replace("DATA", str(data)) in done.err
 
 
+def test_a_length_that_no_row_takes_is_refused(llmctl, engines, tmp_path):
+    data = tmp_path / "data.jsonl"
+    rows = [{"input_ids": [5], "output_tokens": 2}, {"input_ids": [5]}]
+    words = ("bench", "latency", "--engine-dir", engines.target, "--dataset", data, "--json")
+    data.write_text(json.dumps(rows[0]))
+    done = llmctl(*words, "--target-output-len", 3)
+    assert done.code == 2 and "every row of" in done.out and "leave --target-output-len" in done.out
+    data.write_text("\n".join(map(json.dumps, rows)))
+    done = llmctl(*words, "--target-output-len", 3)
+    assert done.code == 0 and json.loads(done.out)["request_info"]["num_finished"] == 2
+
+
 def test_a_thousand_requests_show_progress_and_ctrl_c_leaves_a_partial_report(
     program, engines, tmp_path
 ):
