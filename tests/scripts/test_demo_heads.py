@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.forked_program import ForkedProgram
 from support.redrafter import TorchHead
 from tokenizers import Tokenizer
 
@@ -119,13 +121,21 @@ def test_the_committed_heads_are_nearly_as_often_right_on_a_few_prompts() -> Non
 
 
 def test_quantized_heads_are_measured_on_text_that_no_scale_comes_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, forked_program: ForkedProgram
 ) -> None:
-    command = ["quantize", "--model-dir", str(EXAMPLES / "demo-target"), "--calib-size", "48"]
+    command = [
+        *forked_program.command,
+        "quantize",
+        "--model-dir",
+        str(EXAMPLES / "demo-target"),
+        "--calib-size",
+        "48",
+    ]
     command += ["--draft-model-dir", str(EXAMPLES / "demo-medusa"), "--json"]
     command += ["--calib-max-seq-length", "48", "--output-dir", str(tmp_path / "out")]
-    assert execute(command) == 0
-    result = json.loads(capsys.readouterr().out)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
     assert result["num_heads"] == 3 and result["positions"][0] >= result["positions"][2] > 20
     shares = list(zip(result["agreement_before"], result["agreement_after"], strict=True))
     for before, after in shares:
