@@ -52,9 +52,12 @@ def num_tokens(tasks: Sequence[Task]) -> int:
 # ---- systems ----
 
 
+PROGRAM = (sys.executable, "-m", "llmctl.cli.entry")
+
+
 def llmctl(*arguments: object) -> None:
     """Run the command line as a user would; its progress goes to stderr, its result nowhere."""
-    command = [sys.executable, "-m", "llmctl.cli.entry", *map(str, arguments)]
+    command = [*PROGRAM, *map(str, arguments)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -17,8 +17,9 @@ SIZE = {"--num-requests": 2, "--rounds": 1, "--draft-len": 3}
 
 
 @pytest.fixture
-def dataset(tmp_path, repository, forked_program):
-    """Two requests of 20 prompt tokens and 12 output tokens."""
+def dataset(tmp_path, repository, forked_program, monkeypatch):
+    """Two requests of 20 prompt tokens and 12 output tokens. Engines are built by forks."""
+    monkeypatch.setattr(peers, "PROGRAM", forked_program.command)
     path = tmp_path / "data.jsonl"
     command = [*forked_program.command, "dataset", "--tokenizer",
                "examples/demo-target", "--output", path, "text", "--input-file",
