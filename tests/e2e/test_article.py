@@ -79,6 +79,12 @@ def test_the_articles_commands_run_to_the_end_and_the_draft_changes_no_text(
             rows = Path(file).read_text().splitlines()
             assert [json.loads(row)["output_tokens"] for row in rows] == [8] * 6
             continue
+        if words[0] == "quantize":  # in a process that has imported ModelOpt
+            command = [*forked_program.command, *words]
+            done = subprocess.run(command, capture_output=True, text=True)
+            printed[name], said[name] = done.stdout, done.stderr
+            assert done.returncode == 0, done.stderr
+            continue
         capsys.readouterr()
         code = execute(words)
         printed[name], said[name] = capsys.readouterr()
