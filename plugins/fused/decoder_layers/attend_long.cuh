@@ -175,25 +175,30 @@ DEVICE void attend_long(const Step& s, const Exchange& x, const Layer* layer, co
     const Told told(shared.tokens + team * TEAM_BYTES);
     OwnState state;
     state.clear();
-    const auto each_quad = [&](int nth, const auto& take) {
-      const int first = Walk::first(nth), quads = walk.quads(nth);
-#pragma unroll 1
-      for (int half = 0; half < quads; ++half) {
-        take(Quad(s, first + half * QUAD, taken + walk.order(nth, half) * QUAD_SLOTS));
-      }
+    const auto quad_of = [&](int nth, int half) {
+      return Quad(s, Walk::first(nth) + half * QUAD, taken + walk.order(nth, half) * QUAD_SLOTS);
+    };
+    const auto end_group = [&](int nth) {
       if (lane_id() == 0) Arrivals::add(heads + 32 * head);
+      const int first = Walk::first(nth);
       clear_units(x, head, count_units(first + 1) - 1, count_units(min(first + GROUP_TILES, s.tiles)));
     };
     int nth = team;
 #pragma unroll 1
     for (; nth < walk.count && Walk::first(nth) < 16; nth += TEAMS) {
-      each_quad(nth, [&](const Quad& quad) { take_alone(s, x, shared, fresh, queries, head, quad, scale); });
+#pragma unroll 1
+      for (int half = 0; half < walk.quads(nth); ++half) {
+        take_alone(s, x, shared, fresh, queries, head, quad_of(nth, half), scale);
+      }
+      end_group(nth);
     }
 #pragma unroll 1
     for (; nth < walk.count; nth += TEAMS) {
-      each_quad(nth, [&](const Quad& quad) {
-        take_quad(s, x, shared, fresh, queries, told, state, head, quad, scale);
-      });
+#pragma unroll 1
+      for (int half = 0; half < walk.quads(nth); ++half) {
+        take_quad(s, x, shared, fresh, queries, told, state, head, quad_of(nth, half), scale);
+      }
+      end_group(nth);
     }
   }
   taken += walk.slots();

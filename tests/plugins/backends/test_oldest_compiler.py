@@ -22,7 +22,8 @@ from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from scripts.bench.plan_support import plan_shape, planned
 from scripts.models.planted_shapes import SHAPES
 
-OF_TREES, TOGETHER, ALONE = " of trees", " together", " alone"
+OF_TREES, TOGETHER, ALONE, LONG = " of trees", " together", " alone", " of long contexts"
+LAYERS = "fused/decoder_layers/layers.cu"
 # Bytes a thread, where tests of the kernel say why.
 SPILLS = {
     "ops/paged_attention/long/long.cu": 64,
@@ -50,7 +51,7 @@ def oldest(monkeypatch):
 def one_of_each_source() -> dict[str, KernelSpec]:
     """The last of a source is the one with most to do: two tokens, many heads, and then trees, by
     "source of trees", of batch.cu what waits for each other, and of long.cu what is for
-    many requests."""
+    many requests; of layers.cu also what is for long contexts."""
     found = {}
     for name, qformat in (("1b", "fp8"), ("8b", "w4a8_mxfp4_fp8")):
         for spec in kernel_specs(*planned(name, "FP8", qformat)):
@@ -72,6 +73,10 @@ def one_of_each_source() -> dict[str, KernelSpec]:
             found[f"{spec.source}{ALONE}"] = spec
         elif not spec.is_triton:
             found.setdefault(spec.source, spec)  # what ranks alone have
+    request = BuildRequest(max_batch_size=1, max_seq_len=33280)
+    for spec in kernel_specs(*plan_shape(SHAPES["1b"], request, "FP8", "fp8")):
+        if spec.source == LAYERS and "tensor_map" in spec.arguments:
+            found[f"{LAYERS}{LONG}"] = spec
     offers = rank_offers.spec(2, 64128, 128256, has_sums=True)  # of draft heads
     prompts = Fp8World(heads=64, kv_heads=8, size=128, kv_dtype=FP8, lengths=(64,))
     by_fp8 = chunk_fp8.fp8_specs(prompts.call([(0, 0, 1)]), prompts.limits())
