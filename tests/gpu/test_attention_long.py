@@ -3,8 +3,10 @@ or thread blocks share a context, alone and in a batch, with chunks of several s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,6 +54,12 @@ def compare(world: World, parts: list[Part]) -> None:
         assert same_bits(rows, context(world, request, start, count)), (request, start, count)
 
 
+def _warps_of(parts: int | None) -> Callable[..., int]:
+    """How many share the contexts of a KV head: as many as a step chooses, or so many each of
+    three."""
+    return batch._num_warps if parts is None else lambda *_: 3 * parts
+
+
 @pytest.mark.parametrize("parts", [None, 1, 2, 3, 7, 30])
 def test_warps_that_share_a_context_give_the_bits_of_the_context_kernel(
     world: World, parts: int | None
@@ -62,10 +70,10 @@ def test_warps_that_share_a_context_give_the_bits_of_the_context_kernel(
             rows: list[Part] = [(0, end - tokens, tokens)]
             step, call = world.step(rows), world.call(rows, 3)
             env = world.env(step, 2)
-            (launch,) = kernel.launches(call, env, replace(world.shape(step), num_requests=3))
-            assert launch.spec.name.endswith(".all")
-            if parts is not None:
-                launch = replace(launch, grid=(parts, *launch.grid[1:]))
+            shape = replace(world.shape(step), num_requests=3)
+            with mock.patch.object(batch, "_num_warps", _warps_of(parts)):
+                (launch,) = kernel.launches(call, env, shape)
+            assert launch.spec.constants["TOGETHER"]
             (found,) = run_one(launch, call, env, rows, execute)
             assert same_bits(found, context(world, 0, end - tokens, tokens)), (end, tokens)
 
