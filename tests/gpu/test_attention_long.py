@@ -138,6 +138,15 @@ def test_contexts_of_different_lengths_shared_by_all(world: World) -> None:
                 assert same_bits(own, other), (requests, rows, room, part)
 
 
+@pytest.mark.parametrize("world", SHARED[:2], indirect=True, ids=str)
+def test_idle_multiprocessors_help_with_the_beginning(world: World) -> None:
+    """One request without padding, as a verification of one chain is launched."""
+    for end in (*EDGES, LENGTHS[1], LENGTHS[2]):
+        part: Part = (0, end - 11, 11)
+        (found,) = attend_long(world, [part], execute, rows=128, bound=LENGTHS[0], helped=True)
+        assert same_bits(found, context(world, *part)), end
+
+
 def test_verifications_and_chunks_of_a_long_context(world: World) -> None:
     for end in (LENGTHS[0], 16 * MOST_UNIT * KEYS + 5):
         for tokens in (5, 11, 17, 700, 2048):
