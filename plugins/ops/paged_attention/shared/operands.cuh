@@ -103,25 +103,6 @@ struct Loader {
                    : "memory");
     }
   }
-  // Copies bytes of keys and of values as they are, a thread's pieces one after another.
-  DEVICE void fetch(int tile, u32 keys, u32 values) const {
-    constexpr int EACH = LOADS / NUMBERS;  // pieces of a page
-    const KV_TYPE::Storage* from[NUMBERS];
-#pragma unroll
-    for (int n = 0; n < NUMBERS; ++n) {
-      from[n] = at(tile, n * EACH);
-      asm volatile("" : "+l"(from[n]));  // one address a page; the rest are constant distances
-    }
-#pragma unroll
-    for (int is_value = 0; is_value < 2; ++is_value) {
-#pragma unroll
-      for (int i = 0; i < LOADS; ++i) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((is_value ? values : keys) + i * (THREADS * 16)),
-                     "l"(from[i / EACH] + i % EACH * (KEY_STEP * SIZE) + is_value * PAGE)
-                     : "memory");
-      }
-    }
-  }
   // Prefetches a tile to L2. Data that other blocks may still write does no harm there.
   DEVICE void prefetch(int tile) const {
     constexpr int SHARERS = PIECES < 8 ? PIECES : 8;  // pieces of one line
