@@ -26,9 +26,9 @@ OF_TREES, TOGETHER, ALONE, LONG = " of trees", " together", " alone", " of long 
 LAYERS = "fused/decoder_layers/layers.cu"
 # Bytes a thread, where tests of the kernel say why.
 SPILLS = {
-    "ops/paged_attention/long/long.cu": 64,
-    "ops/paged_attention/long/long.cu" + ALONE: 96,
-    "ops/paged_attention/long_batch/long_batch.cu": 64,
+    "ops/paged_attention/long/long.cu": 16,
+    "ops/paged_attention/long/long.cu" + ALONE: 8,
+    "ops/paged_attention/long_batch/long_batch.cu": 32,
     "ops/paged_attention/chunk/chunk.cu": 32,
 }
 OLDEST = Path(sys.prefix) / "oldest-nvrtc"  # scripts/test installs it
