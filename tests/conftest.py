@@ -32,9 +32,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")
 
-# Little is ever garbage: what is imported stays, and tests leave few cycles.
-gc.set_threshold(200_000, 50, 50)
-
 share_cores()
 
 

@@ -129,7 +129,7 @@ def serve(address: str) -> NoReturn:
     from cores import share_cores
 
     del sys.path[0]  # this folder
-    gc.set_threshold(200_000, 50, 50)  # as in cli/entry.py
+    gc.set_threshold(50_000)  # as in cli/entry.py
     share_cores()
     for module in ALWAYS:
         importlib.import_module(module)
