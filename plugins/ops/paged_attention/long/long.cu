@@ -11,7 +11,7 @@
 // Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads for each),
 // SIZE (of a head, 128), TOKENS_PER_BLOCK (a power of two), WARPGROUPS (1 or 2), STAGES (tiles as operands), BYTE_SLOTS
 // (as the cache has them), ALONE (for many requests), TREE (whether requests may have trees: tail.cuh), TAIL_TILES
-// (of a context that take as long as the keys from a tree's root's tile on), WINDOW_TILES, SHARED_BYTES, UNIT,
+// (of a context that take as long as the keys from a tree's root's tile on), WINDOW_TILES, LEAST_HELPED, SHARED_BYTES, UNIT,
 // MOST_UNIT, K_SCALE, V_SCALE, STATIC.
 // Grid: thread blocks that share all contexts of a KV head and a block of rows (shares.cuh), KV heads * blocks of rows; or one
 // each, KV heads * blocks of rows, requests; or ranges; or, of one request, all that share its contexts of all KV heads, and

@@ -258,6 +258,7 @@ def long_spec(
         "TREE": has_trees,
         "TAIL_TILES": TAIL_TILES,
         "WINDOW_TILES": WINDOW_TILES,
+        "LEAST_HELPED": _LEAST_HELPED,
         "SHARED_BYTES": shared_bytes,
     }
     parts = ["paged_attention.long", *words, f"r{variant.rows}"]

@@ -72,7 +72,6 @@ struct Context {
 typedef Costs<5, 2, 2> Merged;
 typedef Costs<7, 2, 2> Stored;
 constexpr int SECOND_CONTEXT = 12;  // what beginning with another context takes
-constexpr int LEAST_HELPED = 6;     // tiles of a share
 
 // What a thread block has of which context.
 struct Place {
