@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from llmctl.cli.bench.records import Arrival, Clock, Recording, RequestRecord
-from llmctl.errors import RankFailure, RequestError
+from llmctl.errors import BadConfig, RankFailure, RequestError
 from llmctl.runtime.request import FinishReason, Request, Response
 from llmctl.runtime.stats.counters import IterationStats
 
@@ -24,6 +24,9 @@ class Server(Protocol):
         self, request_id: None = None, timeout_s: float | None = None
     ) -> list[Response]: ...
     def get_latest_iteration_stats(self) -> list[IterationStats]: ...
+
+
+MOST_ARRIVALS_S = 86_400.0  # a day: a rate with a slip in its exponent would wait for years
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,16 @@ class Pace:
         gaps = np.random.default_rng(self.seed).exponential(1 / self.request_rate, count)
         times: list[float] = np.concatenate(([0.0], np.cumsum(gaps)[:-1])).tolist()
         return times
+
+    def refuse_endless(self, count: int) -> None:
+        """Raise BadConfig where the last of so many requests would be submitted after a day."""
+        if self.request_rate is None or self.due_times_s(count)[-1] <= MOST_ARRIVALS_S:
+            return
+        raise BadConfig(
+            f"--request-rate is {self.request_rate:g} requests per second, and the last of {count} "
+            "would arrive after more than a day; it must arrive within one",
+            fix=f"raise the rate ({(count - 1) / 3600:.2g} takes an hour), or run fewer requests",
+        )
 
 
 _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT)

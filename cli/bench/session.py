@@ -147,6 +147,7 @@ class Session:
             print(warning, file=sys.stderr, flush=True)
         engine_dir = options.engines.engine_dir
         requests = make_requests(options.load, prompts, engine_dir, checked.target)
+        options.pace.refuse_endless(len(requests))
         idle = idle_rule(options.engines.method, requests)
         if idle is not None:
             print(idle, file=sys.stderr, flush=True)

@@ -35,6 +35,8 @@ def test_an_end_id_that_no_engine_can_draw_is_refused(llmctl, engines):
         (["--dataset", "none.jsonl"], BadConfig, "--dataset none.jsonl does not exist"),
         (["--concurrency", 0], BadConfig, "--concurrency is 0"),
         (["--request-rate", 0], BadConfig, "--request-rate is 0"),
+        (["--request-rate", 1e-9], BadConfig, "is 1e-09 requests per second, and the last of 10"),
+        (["--request-rate", 1e-320], BadConfig, "(0.0025 takes an hour)"),
         (["--raw", "/nowhere/raw.jsonl"], BadConfig, "cannot be written"),
     ],
 )
