@@ -107,7 +107,6 @@ AttentionWindows = Annotated[
     list[int] | None,
     Option(
         "--max-attention-window-size",
-        min=1,
         help="Tokens that a layer attends to: one size for all, or a list repeated over the "
         "layers; default: the model's own.",
         hidden=True,

@@ -26,8 +26,12 @@ class WindowOptions:
 
     def __post_init__(self) -> None:
         for size in self.sizes:
-            if size < 1:
-                raise BadConfig(f"--max-attention-window-size has {size}; sizes are at least 1")
+            if size < 2:
+                raise BadConfig(
+                    f"--max-attention-window-size has {size}; sizes are at least 2 tokens, as a "
+                    "token that attends to itself alone knows nothing of the prompt",
+                    fix="leave it out for the model's own windows",
+                )
         if self.sink_tokens < 0:
             raise BadConfig(f"--sink-token-length is {self.sink_tokens}; it must be at least 0")
 

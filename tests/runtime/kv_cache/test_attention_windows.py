@@ -80,9 +80,11 @@ def test_sinks_without_room_are_refused(model, sizes, sinks, words):
         apply_windows(plan_of(*model), WindowOptions(sizes, sinks), MAX_SEQ_LEN, "cpu")
 
 
-@pytest.mark.parametrize("wrong", [{"sizes": (0,)}, {"sizes": (), "sink_tokens": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"sizes": (0,)}, {"sizes": (8, 1)}, {"sizes": (), "sink_tokens": -1}]
+)
 def test_sizes_out_of_range_are_refused(wrong):
-    with pytest.raises(BadConfig, match="is -1|has 0"):
+    with pytest.raises(BadConfig, match="is -1|has [01]; sizes are at least 2"):
         WindowOptions(**wrong)
 
 
