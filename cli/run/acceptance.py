@@ -47,6 +47,14 @@ def idle_rule(method: DraftMethod, requests: Sequence[Request]) -> str | None:
     return "use_logits changes nothing: all requests are greedy, so drafts are accepted by tokens"
 
 
+def idle_copies(requests: Sequence[Request]) -> str | None:
+    """A line for people where several outputs are asked for, and none can differ."""
+    configs = [request.sampling_config for request in requests]
+    if all(c.is_greedy for c in configs) and any(c.num_return_sequences > 1 for c in configs):
+        return "all requests are greedy, so the outputs of a prompt are all the same"
+    return None
+
+
 def _require_comparable(method: DraftMethod, rows: Sequence[Row]) -> None:
     counts = rules(method, rows)
     if counts.get(TYPICAL):

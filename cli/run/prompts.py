@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmctl.builder.engine_format import LookaheadDecodingConfig
+from llmctl.builder.engine_format import EngineConfig, LookaheadDecodingConfig
 from llmctl.cli.run.generate import Row
 from llmctl.cli.run.text_io import Prompt, read_prompts
 from llmctl.cli.tokenizer import Tokenizer
 from llmctl.errors import BadConfig, LlmctlError
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig, TypicalAcceptance
+from llmctl.runtime.schedule.admission import check_token_ids, refuse_long_prompt
 
 SAMPLE_PROMPT = "The quick brown fox"  # used when neither text nor file is given, as run.py does
 
@@ -54,13 +55,27 @@ def sampling_config(
     """
     if temperature is None and top_k is None and not top_p and not min_p:
         return SamplingConfig(**others)
-    return SamplingConfig(
+    config = SamplingConfig(
         temperature=1.0 if temperature is None else temperature,
         top_k=0 if top_k is None else top_k,
         top_p=top_p or None,  # run.py's 0.0 stands for "not used"
         min_p=min_p or 0.0,
         **others,
     )
+    if temperature == 0:
+        _refuse_filters({"--top-k": top_k, "--top-p": top_p, "--min-p": min_p}, "--temperature")
+    return config
+
+
+def _refuse_filters(given: Mapping[str, float | None], temperature: str) -> None:
+    """Raise BadConfig where tokens to draw from are named beside a temperature of 0, which draws
+    none. Values that exclude nothing may be there, and a top_k of 1, which is greedy, too."""
+    for name, value in given.items():
+        if value and value != 1:
+            raise BadConfig(
+                f"{temperature} 0 takes the likeliest token, so {name} {value} has no effect",
+                fix=f"leave out {name} for greedy decoding, or raise {temperature} to sample",
+            )
 
 
 def parse_typical(text: str | None, option: str) -> TypicalAcceptance | None:
@@ -143,6 +158,21 @@ def make_rows(
     return rows
 
 
+def refuse_rows(rows: Sequence[Row], config: EngineConfig) -> bool:
+    """Give rows that the engine cannot run, whatever its memory, the error that its executor would
+    give them. True where none is left."""
+    for row in rows:
+        if row.request is not None:
+            try:
+                check_token_ids(row.request, config.pretrained_config["vocab_size"])
+                refuse_long_prompt(
+                    len(row.request.input_token_ids), config.build_config["max_seq_len"]
+                )
+            except LlmctlError as error:
+                row.error = error
+    return all(row.error is not None for row in rows)
+
+
 def _token_ids(
     prompt: Prompt,
     chat: list[int] | LlmctlError | None,
@@ -213,7 +243,12 @@ def row_sampling(base: SamplingConfig, settings: Mapping[str, Any]) -> SamplingC
     if "typical_acceptance" in changed:
         rule = parse_typical(changed["typical_acceptance"], "typical_acceptance")
         changed["typical_acceptance"] = rule
-    return replace(base, **changed)
+    config = replace(base, **changed)
+    if settings.get("temperature") == 0:  # filters of the command line are for other rows
+        _refuse_filters(
+            {key: settings.get(key) for key in ("top_k", "top_p", "min_p")}, "temperature"
+        )
+    return config
 
 
 def _words(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.cli.output_files import require_writable
-from llmctl.cli.run.acceptance import check_rules, idle_rule, rules
+from llmctl.cli.run.acceptance import check_rules, idle_copies, idle_rule, rules
 from llmctl.cli.run.drafting import require_drafts
 from llmctl.cli.run.generate import Row, SequenceOutput, generate
 from llmctl.cli.run.output import StreamPrinter, print_rows, row_json, run_json
-from llmctl.cli.run.prompts import PromptOptions, make_rows, read_all
+from llmctl.cli.run.prompts import PromptOptions, make_rows, read_all, refuse_rows
 from llmctl.cli.run.report import LOG_LEVELS, RunStats, engine_lines, stats_lines, summarize
 from llmctl.cli.run.text_io import (
     write_csv,
@@ -24,8 +24,9 @@ from llmctl.cli.run.text_io import (
 )
 from llmctl.cli.tokenizer import Tokenizer, engine_tokenizer, tokenizer_hash
 from llmctl.errors import BadConfig, ExactnessViolation, LlmctlError, RankFailure
-from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
+from llmctl.runtime.open import CheckedEngines, EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.ranks.serve import serve_rank
+from llmctl.runtime.stats.counters import SpeculationStats
 
 NUM_PROFILING_RUNS = 10  # warm-up runs, and timed runs after them, as in run.py
 
@@ -87,9 +88,11 @@ class Session:
         rows = make_rows(prompts, options.prompts, tokenizer, _model_end_ids(checked.target))
         check_rules(options.engines.method, rows, is_verifying=options.is_verifying)
         asked = [row.request for row in rows if row.request]
-        idle = idle_rule(options.engines.method, asked)
-        if idle is not None and asked:
-            self._log("warning", idle)
+        for idle in (idle_rule(options.engines.method, asked), idle_copies(asked)):
+            if idle is not None and asked:
+                self._log("warning", idle)
+        if refuse_rows(rows, checked.target):
+            return self._end_without_engines(rows, tokenizer, checked)
         with closing(OpenEngines(checked, lambda lines: self._log("info", *lines))) as engines:
             return self._use(engines, rows, tokenizer)
 
@@ -101,15 +104,28 @@ class Session:
             self._profile(engines, rows)
             return _exit_code(rows)
         stats = self._generate(engines, rows, tokenizer)
-        try:
-            self._write_files(rows, tokenizer)
-        finally:  # outputs are shown even if a disk is full
-            self._print(rows, tokenizer, stats)
+        self._show(rows, tokenizer, stats)
         self._log("info", *stats_lines(stats))
         self._report_rows(rows, engines.target.max_seq_len)
         if options.is_verifying:
             self._verify(engines, rows)
         return _exit_code(rows)
+
+    def _end_without_engines(
+        self, rows: list[Row], tokenizer: Tokenizer, checked: CheckedEngines
+    ) -> int:
+        """Every row has its error, so weights would be loaded for nothing."""
+        if not self._options.is_profiling:
+            stats = summarize(rows, 0.0, checked.draft_len, SpeculationStats())
+            self._show(rows, tokenizer, stats)
+        self._report_rows(rows, checked.target.build_config["max_seq_len"])
+        return _exit_code(rows)
+
+    def _show(self, rows: Sequence[Row], tokenizer: Tokenizer, stats: RunStats) -> None:
+        try:
+            self._write_files(rows, tokenizer)
+        finally:  # outputs are shown even if a disk is full
+            self._print(rows, tokenizer, stats)
 
     def _tokenizer(self, target: EngineConfig) -> Tokenizer:
         """The engine's own tokenizer, or the requested one, with a warning if its content

@@ -115,12 +115,7 @@ def refuse_unservable(
     PromptTooLong: max_seq_len, or max_num_tokens without chunking. OutOfMemory: the KV cache.
     """
     num_prompt_tokens = len(sequence.tokens)
-    if num_prompt_tokens >= limits.max_seq_len:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt_tokens} tokens; max_seq_len {limits.max_seq_len} "
-            f"leaves room for at most {limits.max_seq_len - 1}",
-            fix="shorten the prompt, or rebuild with a larger --max_seq_len",
-        )
+    refuse_long_prompt(num_prompt_tokens, limits.max_seq_len)
     assert num_prompt_tokens < sequence.max_len <= limits.max_seq_len
     # A paused sequence resumes with all its output as context.
     may_pause = config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -138,6 +133,16 @@ def refuse_unservable(
             f"has {kv_cache.num_usable_blocks} of {kv_cache.tokens_per_block} tokens",
             fix="ask for fewer output tokens, or raise --kv_cache_free_gpu_memory_fraction (and "
             "--max_tokens_in_paged_kv_cache, if that is given)",
+        )
+
+
+def refuse_long_prompt(num_tokens: int, max_seq_len: int) -> None:
+    """Raise PromptTooLong for a prompt that leaves no room for a new token."""
+    if num_tokens >= max_seq_len:
+        raise PromptTooLong(
+            f"the prompt has {num_tokens} tokens; max_seq_len {max_seq_len} "
+            f"leaves room for at most {max_seq_len - 1}",
+            fix="shorten the prompt, or rebuild with a larger --max_seq_len",
         )
 
 

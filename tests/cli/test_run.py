@@ -78,6 +78,8 @@ def test_a_temperature_alone_samples_and_zero_is_greedy(outputs):
     assert ids(outputs(*TWO, "--temperature", "0")) == greedy
     assert ids(outputs(*TWO, "--top_p", "0", "--min_p", "0")) == greedy  # run.py's "not used"
     assert ids(outputs(*TWO, "--top_k", "1", "--temperature", "3")) == greedy
+    neutral = ["--temperature", "0", "--top_k", "1", "--top_p", "1.0", "--min_p", "0"]
+    assert ids(outputs(*TWO, *neutral)) == greedy
 
 
 def test_returned_sequences_use_consecutive_seeds(run, outputs):

@@ -81,6 +81,9 @@ def test_verify_exact_fails_at_the_first_divergence(run, engines, monkeypatch):
         (["--num_threads", "100000"], "must be 1 to 1024"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--top_p", "1.5"], "top_p is 1.5"),
+        (["--temperature", "0", "--top_k", "5"], "so --top-k 5 has no effect"),
+        (["--temperature", "0", "--top_p", "0.9"], "so --top-p 0.9 has no effect"),
+        (["--temperature", "0", "--min_p", "0.1"], "so --min-p 0.1 has no effect"),
         (["--input_text", "a", "--input_file", "x.txt"], "--input-file are both given"),
         (["--input_file", "absent.txt"], "does not exist"),
         (["--stop_words", "a", "--stop_words", "b"], "given 2 times for 1 prompts"),
@@ -164,3 +167,36 @@ def test_chat_without_a_template_is_refused_before_any_weight_is_read(
     done = run(*TWO, "--chat", "--tokenizer-dir", plain)
     assert done.code == 1 and done.err.count("has no chat template") == 1, done
     assert "error[TokenizerError]" in done.err and "leave out --chat" in done.err
+
+
+def test_prompts_that_are_all_refused_are_refused_before_any_weight_is_read(
+    run, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("llmctl.cli.run.session.OpenEngines", None)  # which reads them
+    path = tmp_path / "rows.jsonl"
+    rows = [{"input_ids": [5] * 600}, {"input_ids": [999999]}, {"prompt": ""}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    done = run("--input-file", path, "--output-csv", tmp_path / "out.csv", "--json")
+    names = [item["error"]["name"] for item in json.loads(done.out)["outputs"]]
+    assert done.code == 1 and names == ["PromptTooLong", "BadConfig", "BadConfig"], done
+    assert (tmp_path / "out.csv").read_text() == "\n\n\n"
+    assert done.err.count("error[") == done.err.count("fix: ") == 3
+    timed = run("--input-file", path, "--run-profiling")
+    assert timed.code == 1 and timed.out == "" and timed.err.count("error[") == 3
+
+
+def test_a_row_without_temperature_has_no_filters_of_its_own(run, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "x =", "temperature": 0}, {"prompt": "x =", "temperature": 0, "top_k": 5}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    done = run("--input-file", path, "--top-k", 3)  # for rows that sample
+    assert done.code == 1 and "Output [Text 0 Beam 0]" in done.out
+    assert "Text 1: temperature 0 takes the likeliest token, so top_k 5 has no" in done.err
+
+
+def test_outputs_that_are_all_the_same_are_said_to_be(run):
+    said = "greedy, so the outputs of a prompt are all the same"
+    assert said in run(*TWO, "--num-return-sequences", 2, tokens=2).err
+    for sampled in (["--temperature", 1], []):
+        count = 2 if sampled else 1
+        assert said not in run(*TWO, "--num-return-sequences", count, *sampled, tokens=2).err
