@@ -110,7 +110,7 @@ def throughput(
     if concurrency == 0:
         raise BadConfig("--concurrency is 0; it must be at least 1, or -1 for all at once")
     if request_rate is not None and not 0 < request_rate < math.inf:
-        raise BadConfig(f"--request-rate is {request_rate}; it must be above 0")
+        raise BadConfig(f"--request-rate is {request_rate}; it must be above 0 and finite")
     bound = None if concurrency == -1 else concurrency
     return _run("throughput", context.obj, bound, request_rate, given)
 
@@ -135,9 +135,15 @@ def _run(
     from llmctl.runtime.ranks.serve import serve_rank
 
     compared = given["compare_drafting"]
-    fixed = ("draft_len", "sweep_draft_len", "sweep_draft_tree", "tune_tree")
-    if compared is not None and any(given[name] is not None for name in fixed):
-        raise BadConfig("--compare-drafting compares methods as their engines were built")
+    fixed = ("draft_len", "sweep_draft_len", "sweep_draft_tree", "tune_tree", "adaptive_draft_len")
+    for name in (*fixed, "baseline", "synthetic_acceptance"):
+        if compared is not None and given[name] not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise BadConfig(
+                f"--compare-drafting compares methods as their engines were built, with plain "
+                f"decoding; it goes without {option}",
+                fix=f"leave {option} out, or measure one method with it: --draft-engine DIR, ...",
+            )
     sweep = parse_sweep(given)
     if sweep.option and given["draft_len"] is not None:
         raise BadConfig(f"{sweep.option} and --draft-len are both given")

@@ -92,8 +92,6 @@ def compare(options: BenchOptions, text: str) -> int:
     any is loaded. What raises later is raised when what was measured by then has been printed."""
     for name, is_asked in (
         ("drafts of one method", options.engines.method.is_drafting),
-        ("--baseline", options.has_baseline),
-        ("--adaptive-draft-len", options.engines.adaptive_draft_len),
         ("--raw, --report and --trace", len(list(options.files)) > bool(options.files.report_json)),
     ):
         if is_asked:

@@ -133,14 +133,7 @@ def make_requests(
 def _require_fit(request: Request, index: int, config: EngineConfig) -> None:
     """Rows that are too long are refused before anything runs, as in trtllm-bench: cutting them
     would change what is measured."""
-    room = int(config.build_config["max_seq_len"])
-    count = len(request.input_token_ids)
-    if count + request.max_tokens > room:
-        raise PromptTooLong(
-            f"row {index} has {count} prompt tokens and asks for {request.max_tokens}; the "
-            f"engine's max_seq_len is {room}",
-            fix="use shorter rows, or rebuild the engine with a larger --max-seq-len",
-        )
+    _require_room(len(request.input_token_ids), request.max_tokens, index, config)
     vocab = int(config.pretrained_config["vocab_size"])
     largest = max(request.input_token_ids)
     if largest >= vocab:
@@ -150,11 +143,24 @@ def _require_fit(request: Request, index: int, config: EngineConfig) -> None:
         )
 
 
+def _require_room(
+    num_prompt_tokens: int, max_tokens: int, index: int, config: EngineConfig
+) -> None:
+    room = int(config.build_config["max_seq_len"])
+    if num_prompt_tokens + max_tokens > room:
+        raise PromptTooLong(
+            f"row {index} has {num_prompt_tokens} prompt tokens and asks for {max_tokens}; the "
+            f"engine's max_seq_len is {room}",
+            fix="use shorter rows, or rebuild the engine with a larger --max-seq-len",
+        )
+
+
 def _random_prompts(options: LoadOptions, engine_dir: Path, config: EngineConfig) -> list[Prompt]:
-    generator = np.random.default_rng(options.sampling.seed)
-    ordinary = np.array(_ordinary_ids(engine_dir, config), np.int64)
     length = options.input_len or DEFAULT_INPUT_LEN
     settings = {"max_tokens": options.output_len or DEFAULT_OUTPUT_LEN}
+    _require_room(length, settings["max_tokens"], 0, config)  # before any of them is drawn
+    generator = np.random.default_rng(options.sampling.seed)
+    ordinary = np.array(_ordinary_ids(engine_dir, config), np.int64)
     return [
         Prompt(
             token_ids=tuple(ordinary[generator.integers(0, len(ordinary), length)].tolist()),

@@ -34,7 +34,10 @@ TargetOutputLen = Annotated[
     int | None,
     Option("--target-output-len", min=1, help="Output tokens where rows say none; default 128."),
 ]
-Warmup = Annotated[int, Option("--warmup", min=0, help="Requests run before measuring.")]
+Warmup = Annotated[
+    int,
+    Option("--warmup", min=0, max=MOST_REQUESTS, help="Requests run before measuring."),
+]
 Iterations = Annotated[int, Option("--iterations", min=1, help="Measured runs of the whole load.")]
 Baseline = Annotated[
     bool, Option("--baseline", help="Run the load without drafts too; print the paired ratio.")

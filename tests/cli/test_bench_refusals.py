@@ -52,9 +52,11 @@ def test_impossible_benchmarks_are_refused_before_anything_runs(
 
 
 def test_more_prompts_than_memory_holds_are_refused_at_once(llmctl, engines):
-    words = ("--engine-dir", engines.target, "--num-requests", 10**12)
-    done = llmctl("bench", "latency", *words)
-    assert done.code == 2 and "'--num-requests'" in done.err and "1000000" in done.err
+    for option in ("--num-requests", "--warmup"):
+        done = llmctl("bench", "latency", "--engine-dir", engines.target, option, 10**12)
+        assert done.code == 2 and f"'{option}'" in done.err and "1000000" in done.err
+    done = llmctl("bench", "latency", "--engine-dir", engines.target, "--target-input-len", 10**20)
+    assert done.code == 1 and f"row 0 has {10**20} prompt tokens" in done.err
 
 
 @pytest.mark.parametrize(
