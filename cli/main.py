@@ -152,11 +152,11 @@ def _report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
 
 def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
     """An option that cannot be parsed; known ones of other tools get their reason."""
+    from llmctl.cli.refused import OTHER_COMMANDS, refusal
+
     option = getattr(error, "option_name", None)
     command = next((word for word in argv if not word.startswith("-")), "")
     if option is not None:
-        from llmctl.cli.refused import refusal
-
         reason = refusal(option, command)
         if reason is not None:
             name, fix = Unsupported.__name__, f"leave {option} out"
@@ -165,13 +165,16 @@ def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
     context: Any = getattr(error, "ctx", None)
     path = getattr(context, "command_path", command_path(argv))
     message, param = _with_found(describe(), error), getattr(error, "param", None)
+    message = " ".join(message.split())  # choices are a line each
     if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
         message = f"a command is missing: {' or '.join(context.command.commands)}"
     typed = {word.partition("=")[0].replace("_", "-") for word in argv}
     of_file = getattr(context, "default_map", None) or {}
     if param is not None and param.name in of_file and not typed.intersection(param.opts):
         message += f" (in {config_file.given_path(argv)})"
-    return _report("Usage", message, f"see: {path} --help", EXIT_USAGE, is_json)
+    missing = re.fullmatch(r"No such command '(.*)'\.", message)
+    other = OTHER_COMMANDS.get((path, missing[1])) if missing is not None else None
+    return _report("Usage", message, other or f"see: {path} --help", EXIT_USAGE, is_json)
 
 
 def _with_found(message: str, error: Exception) -> str:

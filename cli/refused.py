@@ -71,6 +71,7 @@ _BENCH_REASONS = {
     "iteration-log": "--raw writes every step",
     "request-json": "--raw writes every request",
     "output-json": "--raw writes every request with its token ids",
+    "log-level": "--json leaves out tables and progress",
     "workspace": "nothing is built here; engines are made with: llmctl build --output-dir",
 }
 
@@ -142,6 +143,12 @@ _DATASET_REASONS = {
     "dataset-config-name": "nothing is downloaded; --input-file names a file",
     "dataset-split": "nothing is downloaded; --input-file names a file",
     "dataset-image-key": "prompts are text or token ids",
+}
+
+# Commands of those tools that have another name here: (command, name there) -> what to type.
+OTHER_COMMANDS = {
+    ("llmctl bench", "build"): "llmctl build --checkpoint-dir CHECKPOINT --output-dir ENGINE",
+    ("llmctl dataset", "dataset"): "llmctl dataset --tokenizer DIR text --input-file FILE ...",
 }
 
 REASONS = {

@@ -109,12 +109,12 @@ def _file_texts(path: Path, order: random.Random) -> list[str]:
 
 
 def _read_txt(path: Path) -> list[str]:
-    return [path.read_text(encoding="utf-8")]
+    return [path.read_text(encoding="utf-8-sig")]
 
 
 def _read_jsonl(path: Path) -> list[str]:
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:

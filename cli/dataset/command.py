@@ -190,7 +190,7 @@ def text(
         from llmctl.cli.output_files import require_writable
 
         require_writable(chosen.output, source=input_file)
-    _write(chosen, text_rows(options, _tokenizer(chosen), chosen.seed))
+    _write(chosen, text_rows(options, _tokenizer(chosen), chosen.seed), num_requests)
 
 
 def _make_random(chosen: _Common, num_requests: int, inputs: Any, outputs: Any) -> None:
@@ -208,7 +208,7 @@ def _tokenizer(chosen: _Common) -> Tokenizer:
     return open_tokenizer(chosen.tokenizer)
 
 
-def _write(chosen: _Common, rows: Iterable[DatasetRow]) -> None:
+def _write(chosen: _Common, rows: Iterable[DatasetRow], num_asked: int | None = None) -> None:
     from llmctl.cli.dataset.rows import summary, write_rows
 
     # prepare_dataset.py's users write `--output FILE ... > rows.txt` and give rows.txt to the
@@ -218,4 +218,4 @@ def _write(chosen: _Common, rows: Iterable[DatasetRow]) -> None:
     if not chosen.is_quiet:
         if is_printed and chosen.output is not None:
             print(f"rows are in {chosen.output}, and on stdout, which is a file", file=sys.stderr)
-        print(summary(written), file=sys.stderr)
+        print(summary(written, num_asked), file=sys.stderr)

@@ -74,14 +74,17 @@ def write_rows(
     return written
 
 
-def summary(rows: Sequence[DatasetRow]) -> str:
-    """One line for people: how many requests, how long."""
+def summary(rows: Sequence[DatasetRow], num_asked: int | None = None) -> str:
+    """One line for people: how many requests, how long, and how many there were to be."""
     inputs, outputs = ([len(r.input_ids) for r in rows], [r.output_tokens for r in rows])
     parts = [
         f"{name} tokens {min(counts)} to {max(counts)}, mean {sum(counts) / len(counts):.1f}"
         for name, counts in (("input", inputs), ("output", outputs))
     ]
-    return f"{len(rows)} requests: {'; '.join(parts)}"
+    count = f"{len(rows)} request{'' if len(rows) == 1 else 's'}"
+    if num_asked is not None and num_asked > len(rows):
+        count += f" of the {num_asked} asked for, as the file has no more"
+    return f"{count}: {'; '.join(parts)}"
 
 
 def open_tokenizer(name: str) -> Tokenizer:

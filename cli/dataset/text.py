@@ -11,6 +11,7 @@ import numpy as np
 
 from llmctl.cli.dataset.lengths import Lengths
 from llmctl.cli.dataset.rows import DatasetRow
+from llmctl.cli.run.text_io import not_utf8
 from llmctl.cli.tokenizer import Tokenizer
 from llmctl.errors import BadConfig
 from llmctl.quantize.format import clipped, load_strict, why_no_file
@@ -122,9 +123,9 @@ def _read(options: TextOptions) -> list[Mapping[str, str]]:
     if path.suffix not in (".txt", ".jsonl"):
         raise BadConfig(f"--input-file is {path}; its name must end in .txt or .jsonl")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise BadConfig(f"{path} is not UTF-8 text: {error}") from error
+        raise not_utf8(path, error) from error
     keep_empty = options.input_lengths is not None  # a stream keeps its empty lines
     if path.suffix == ".txt":
         keys = (options.input_key, options.output_key, options.prompt_key)

@@ -6,6 +6,7 @@ replaces its file in one step, so that a failure leaves no half of it.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -70,12 +71,21 @@ def read_prompts(
     try:
         prompts = reader(path)
     except UnicodeDecodeError as error:
-        raise BadConfig(f"{path} is not UTF-8 text: {error}") from error
+        raise not_utf8(path, error) from error
     except csv.Error as error:
         raise BadConfig(f"{path} is not rows of token ids with commas: {error}") from error
     if not prompts:
         raise BadConfig(f"{path} holds no prompts")
     return prompts
+
+
+def not_utf8(path: Path, error: UnicodeDecodeError) -> BadConfig:
+    """What is wrong with a file of another encoding. A byte order mark before UTF-8 is no other."""
+    is_utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return BadConfig(
+        f"{path} is {'UTF-16 and ' if is_utf16 else ''}not UTF-8 text: {error}",
+        fix=f"save it as UTF-8{', with: iconv -f UTF-16 -t UTF-8' if is_utf16 else ''}",
+    )
 
 
 def _read_txt(path: Path) -> list[Prompt]:
@@ -87,7 +97,7 @@ def _read_txt(path: Path) -> list[Prompt]:
 def _read_csv(path: Path) -> list[Prompt]:
     """One row of token ids a line."""
     prompts = []
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         for number, row in enumerate(csv.reader(file), start=1):
             where = f"{path}, line {number}"
             words = [word for item in row if (word := item.strip())]
@@ -122,7 +132,7 @@ def _checked_ids(ids: Sequence[int], where: str) -> tuple[int, ...]:
 def _read_jsonl(path: Path) -> list[Prompt]:
     """One JSON object a line: "prompt" or "input_ids", and ROW_KEYS."""
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
             prompts.append(_parse_row(line, f"{path}, line {number}"))
     return prompts

@@ -161,6 +161,17 @@ def test_rows_of_text_are_prompts_in_the_files_order(make, demo, tmp_path):
     assert [row["output_tokens"] for row in rows] == [5, 5]
 
 
+def test_fewer_rows_than_were_asked_for_are_said(llmctl, demo, tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("def add(a, b):\n", encoding="utf-8-sig")
+    text = ("text", "--input-file", path, "--output-len-dist", "5,0", "--num-requests")
+    done = llmctl("dataset", "--tokenizer", demo, *text, 3)
+    assert done.err.startswith("1 request of the 3 asked for, as the file has no more: "), done.err
+    assert llmctl("dataset", "--tokenizer", demo, *text, 1).err.startswith("1 request: input")
+    wanted = AutoTokenizer.from_pretrained(demo)("def add(a, b):").input_ids
+    assert json.loads(done.out)["input_ids"] == wanted, "the byte order mark is no part of it"
+
+
 def test_outputs_are_as_long_as_the_golden_text_and_long_prompts_are_skipped(make, demo, tmp_path):
     full = AutoTokenizer.from_pretrained(demo)
     path = tmp_path / "rows.jsonl"

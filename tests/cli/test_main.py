@@ -96,6 +96,19 @@ def test_usage_errors_name_the_value_and_the_command(llmctl, options, words):
     assert done.code == 2 and words in done.err
 
 
+@pytest.mark.parametrize(
+    "words, fix",
+    [
+        ("bench build", "llmctl build --checkpoint-dir"),  # trtllm-bench's
+        ("dataset --tokenizer x dataset", "text --input-file FILE"),  # prepare_dataset.py's
+        ("completion", "see: llmctl completion --help"),
+    ],
+)
+def test_a_usage_error_is_two_lines_and_names_what_to_type(llmctl, words, fix):
+    done = llmctl(*words.split())
+    assert done.code == 2 and done.err.count("\n") == 2 and fix in done.err.split("\n")[1]
+
+
 @pytest.mark.parametrize("option", ["--lora_dir", "--lora-dir", "--prompt_tasks=1"])
 def test_options_of_run_py_that_do_not_apply_are_refused_with_a_reason(llmctl, option):
     done = llmctl("run", "--engine_dir", "x", "--max_output_len", "1", option, "y")

@@ -183,9 +183,15 @@ def test_odd_rows_and_values_are_named(llmctl, engines, tmp_path):
     assert done.code == 2 and refused(done, "BadConfig", "/nope")
 
 
-def test_a_byte_order_mark_is_no_part_of_a_prompt(llmctl, engines, tmp_path):
-    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
-    plain.write_text("a b\n")
-    marked.write_text("a b\n", encoding="utf-8-sig")
-    run = (*RUN, "--engine-dir", engines.target, "--input-file")
-    assert llmctl(*run, plain).out == llmctl(*run, marked).out
+@pytest.mark.parametrize(
+    "name, text", [("x.txt", "a b\n"), ("x.csv", "5,6\n"), ("x.jsonl", '{"prompt": "a b"}\n')]
+)
+def test_a_byte_order_mark_is_no_part_of_a_prompt(llmctl, engines, tmp_path, name, text):
+    path, found = tmp_path / name, []
+    for encoding in ("utf-8", "utf-8-sig"):
+        path.write_text(text, encoding=encoding)
+        found.append(llmctl(*RUN, "--engine-dir", engines.target, "--input-file", path).out)
+    assert found[0] == found[1] != ""
+    path.write_text(text, encoding="utf-16")
+    done = llmctl(*RUN, "--engine-dir", engines.target, "--input-file", path)
+    assert done.code == 2 and refused(done, "BadConfig", "is UTF-16 and not", "iconv -f UTF-16")
