@@ -64,8 +64,8 @@ def backend_for(backend: str, gpu: str | None) -> str:
 
 def needs_binaries(backend: str) -> bool:
     """Whether a plan needs what is compiled: TensorRT's plans say what memory they take, our own
-    kernels take none worth a word."""
-    return not is_auto(backend) and BACKENDS[backend].compiles_plans
+    kernels take none worth a word. An unknown backend is refused by the plan."""
+    return backend in BACKENDS and BACKENDS[backend].compiles_plans
 
 
 def choose_memory(

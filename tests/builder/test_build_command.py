@@ -127,6 +127,7 @@ def test_the_network_can_be_written_as_text(checkpoint: Path, tmp_path: Path) ->
     [
         (["--kv_cache_type", "continuous"], 2, "error[Unsupported]: --kv-cache-type continuous"),
         (["--backend", "bogus"], 2, "error[BadConfig]: backend is bogus"),
+        (["--backend", "bogus", "--dry-run"], 2, "error[BadConfig]: backend is bogus"),
         (["--max-beam-width", "4"], 2, "error[Unsupported]: --max-beam-width 4 is refused"),
         (["--context_fmha", "disable"], 2, "error[Unsupported]: --context_fmha disable"),
         (["--gemm_plugin", "fp8"], 2, "no FP8 linears"),
