@@ -37,7 +37,11 @@ def expand_lists(
             values.append(argv[position])
             position += 1
         if not values:  # the parser would use the next option as the value
-            raise BadConfig(f"{name} is given without a value")
+            found = f", as {argv[position]} is read as an option" if position < len(argv) else ""
+            raise BadConfig(
+                f"{name} is given without a value{found}",
+                fix=f"a value that begins with -- is joined: {name}=VALUE",
+            )
         if name in grouped:
             result.append(f"{name}={json.dumps(values)}")
         else:

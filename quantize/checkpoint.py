@@ -211,8 +211,10 @@ def _read_headers(folder: Path) -> dict[str, TensorInfo]:
             f"{folder} has only pickle weights ({pickles[0]}); llmctl never unpickles",
             fix="convert it where you trust it: save_pretrained(..., safe_serialization=True)",
         )
+    is_engine = any(folder.glob("rank*.engine"))
     raise CheckpointNotFound(
-        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}",
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+        f"{'; it is an engine directory, and a checkpoint is wanted' if is_engine else ''}",
         fix="give a folder in Hugging Face format (config.json and *.safetensors)",
     )
 

@@ -83,6 +83,7 @@ def _load_json(options: BenchOptions, num_requests: int) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
         "random_seed": sampling.seed,
         "kv_cache_block_reuse": options.engines.enable_block_reuse,
         "chunked_context": options.engines.enable_chunked_context,
@@ -91,6 +92,7 @@ def _load_json(options: BenchOptions, num_requests: int) -> dict[str, Any]:
         "max_batch_size": options.engines.max_batch_size,
         "max_num_tokens": options.engines.max_num_tokens,
         "max_step_ms": options.engines.max_step_ms,
+        "num_threads": options.engines.num_threads,
     }
 
 

@@ -88,12 +88,16 @@ def heading(report: Mapping[str, Any]) -> str:
         ranks = f", {engine['num_ranks']} ranks"
         own = engine["draft_num_ranks"]
         draft += f" on {own} rank{'s' if own > 1 else ''}" if draft and own is not None else ""
-    in_flight = load["concurrency"] or "all"
+    pace, in_flight = load["request_rate_req_s"], load["concurrency"] or "all"
+    sent = f"{in_flight} in flight"
+    if pace is not None:  # then few may be in flight, or all
+        at_most = f", at most {load['concurrency']} in flight" if load["concurrency"] else ""
+        sent = f"{pace:g} requests/s sent{at_most}"
     return (
         f"{report['command']}: {engine['model']} on {engine['device']} "
         f"({engine['backend']}{ranks}{draft}); "
         f"{info['num_finished']} of {info['num_requests']} requests finished, "
-        f"{in_flight} in flight, {info['num_iterations']} "
+        f"{sent}, {info['num_iterations']} "
         f"iteration{'' if info['num_iterations'] == 1 else 's'}"
     )
 

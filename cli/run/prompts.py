@@ -124,8 +124,9 @@ def read_all(options: PromptOptions) -> list[Prompt]:
             raise BadConfig(f"{name} holds an empty word")
         if len(words) not in (0, 1, len(prompts)):
             raise BadConfig(
-                f"{name} is given {len(words)} times for {len(prompts)} prompts; "
-                "it must be given once, or once per prompt"
+                f"{name} is given {len(words)} times for {len(prompts)} "
+                f"prompt{'' if len(prompts) == 1 else 's'}; it must be given once, or once per "
+                "prompt"
             )
     return prompts
 

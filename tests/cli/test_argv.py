@@ -33,9 +33,10 @@ def test_a_list_becomes_repeated_options(argv, wanted):
 
 @pytest.mark.parametrize("name", ["--input_text", "--stop-words"])
 def test_a_list_without_values_never_takes_the_next_option_for_one(name):
-    for argv in ([name, "--json"], [name]):
-        with pytest.raises(BadConfig, match="without a value"):
+    for argv, said in (([name, "--json"], "value, as --json is read as an option"), ([name], "")):
+        with pytest.raises(BadConfig, match=f"without a {said or 'value$'}") as caught:
             prepare_argv(argv)
+        assert f"{name.replace('_', '-')}=VALUE" in caught.value.fix
 
 
 def test_each_occurrence_of_a_word_list_stays_together():

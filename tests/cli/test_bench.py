@@ -126,7 +126,8 @@ def test_concurrency_bounds_the_requests_in_flight(bench, tmp_path):
 def test_poisson_arrivals_follow_the_rate_and_the_seed(bench, tmp_path):
     path = tmp_path / "raw.jsonl"
     argv = ["--target-input-len", 4, "--target-output-len", 2, "--num-requests", 60]
-    report, _ = bench("throughput", *argv, "--request-rate", 300, "--raw", path)
+    report, done = bench("throughput", *argv, "--request-rate", 300, "--raw", path)
+    assert "60 of 60 requests finished, 300 requests/s sent, " in " ".join(done.err.split())
     requests, _ = raw(path)
     due = np.array([item["due_s"] for item in requests])
     late = np.array([item["submit_s"] for item in requests]) - due

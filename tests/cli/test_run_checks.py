@@ -86,7 +86,7 @@ def test_verify_exact_fails_at_the_first_divergence(run, engines, monkeypatch):
         (["--temperature", "0", "--min_p", "0.1"], "so --min-p 0.1 has no effect"),
         (["--input_text", "a", "--input_file", "x.txt"], "--input-file are both given"),
         (["--input_file", "absent.txt"], "does not exist"),
-        (["--stop_words", "a", "--stop_words", "b"], "given 2 times for 1 prompts"),
+        (["--stop_words", "a", "--stop_words", "b"], "given 2 times for 1 prompt;"),
         (["--output_csv", "/no/such/folder/x.csv"], "cannot be written"),
         (["--kv_cache_free_gpu_memory_fraction", "1.5"], "must be in (0, 1)"),
     ],

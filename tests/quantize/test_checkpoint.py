@@ -210,7 +210,10 @@ def test_folders_without_config_or_weights_are_not_found(tmp_path: Path) -> None
     with pytest.raises(errors.CheckpointNotFound, match="config.json"):
         Checkpoint.open(tmp_path / "absent")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(errors.CheckpointNotFound, match="neither"):
+    with pytest.raises(errors.CheckpointNotFound, match="neither.*index.json$"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "rank0.engine").touch()
+    with pytest.raises(errors.CheckpointNotFound, match="is an engine directory"):
         Checkpoint.open(tmp_path)
 
 
