@@ -59,6 +59,8 @@ class BadCheckpoint(LlmctlError):
 class CheckpointNotFound(BadCheckpoint):
     """No folder, no config.json, or no weights at the given path."""
 
+    usual_fix = "give a folder in Hugging Face format (config.json and *.safetensors)"
+
 
 class CorruptFile(BadCheckpoint):
     """A file is truncated, is not valid safetensors/JSON, or contradicts its own header."""

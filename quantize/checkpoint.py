@@ -95,10 +95,7 @@ class Checkpoint:
         """
         config_path = path / CONFIG_FILE
         if not has_file(config_path):
-            raise CheckpointNotFound(
-                f"{config_path} does not exist",
-                fix="give a folder in Hugging Face format (config.json and *.safetensors)",
-            )
+            raise CheckpointNotFound(f"{config_path} does not exist")
         config = read_json(config_path)
         nested_path = path / QUANT_CONFIG_FILE
         nested = read_json(nested_path) if has_file(nested_path) else None
@@ -211,12 +208,8 @@ def _read_headers(folder: Path) -> dict[str, TensorInfo]:
             f"{folder} has only pickle weights ({pickles[0]}); llmctl never unpickles",
             fix="convert it where you trust it: save_pretrained(..., safe_serialization=True)",
         )
-    is_engine = any(folder.glob("rank*.engine"))
-    raise CheckpointNotFound(
-        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
-        f"{'; it is an engine directory, and a checkpoint is wanted' if is_engine else ''}",
-        fix="give a folder in Hugging Face format (config.json and *.safetensors)",
-    )
+    found = "; it is an engine directory" if any(folder.glob("rank*.engine")) else ""
+    raise CheckpointNotFound(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}")
 
 
 def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
