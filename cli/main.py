@@ -25,7 +25,7 @@ import typer
 
 from llmctl.cli import config_file
 from llmctl.cli.app import command_path, make_context
-from llmctl.cli.streams import open_streams, silence_stdout
+from llmctl.cli.streams import has_results, open_streams, silence_stdout
 from llmctl.errors import LlmctlError, MissingPackage, OutOfDisk, OutOfMemory, Unsupported
 from llmctl.publish import DISK_FULL
 
@@ -95,6 +95,7 @@ def _run(argv: Sequence[str]) -> int:
         fix = error.fix
         if not fix and error.exit_code == EXIT_USAGE:
             fix = f"see: {command_path(argv)} --help"
+        is_json = is_json and not has_results(error)
         return _report(error.name, str(error), fix, error.exit_code, is_json)
     except UsageError as error:
         return _report_usage(error, argv, is_json)
@@ -116,7 +117,7 @@ def _run(argv: Sequence[str]) -> int:
             # failed later.
             print("llmctl: interrupted", file=sys.stderr)
             return 128 + stop.number
-        return _report_unnamed(error, is_json)
+        return _report_unnamed(error, is_json and not has_results(error))
 
 
 def _invoke(argv: list[str]) -> int:

@@ -6,7 +6,8 @@ import io
 import os
 import stat
 import sys
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,6 +45,25 @@ def open_streams() -> None:
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     vars(sys)["stderr"] = LossyStream(sys.stderr)
+
+
+_HAS_RESULTS = "_results_are_on_stdout"
+
+
+@contextmanager
+def results_on_stdout(measured: Collection[object] | None = None) -> Iterator[None]:
+    """What is raised inside is told on stderr: stdout has the results, the one object of --json.
+    measured: what is printed; where nothing is in it, nothing was."""
+    try:
+        yield
+    except Exception as error:
+        setattr(error, _HAS_RESULTS, measured is None or bool(measured))
+        raise
+
+
+def has_results(error: Exception) -> bool:
+    """Whether it was raised when stdout had the results already."""
+    return getattr(error, _HAS_RESULTS, False)
 
 
 def is_stdout_an_empty_file(*others: Path) -> bool:

@@ -23,6 +23,7 @@ from llmctl.cli.bench.session import BenchOptions, Measured, Session
 from llmctl.cli.bench.sweep import measure_point
 from llmctl.cli.bench.table import heading, make_console, number
 from llmctl.cli.output_files import replacing, require_writable
+from llmctl.cli.streams import results_on_stdout
 from llmctl.errors import BadConfig, LlmctlError
 from llmctl.runtime.drafting.method import Compared
 from llmctl.runtime.drafting.methods import METHODS, choose_method, method_options
@@ -103,21 +104,22 @@ def compare(options: BenchOptions, text: str) -> int:
     measured: dict[str, Measured] = {}
     looks_ahead = any(entry.has_window for entry in entries)  # then the others leave windows out
     code = 0
-    try:
-        for entry in entries:
-            if not options.is_json:
-                print(f"== {entry.name}", file=sys.stderr, flush=True)
-            load = replace(options.load, has_windows=entry.has_window or not looks_ahead)
-            own = Session(replace(options, engines=entry.engines, load=load)).measure()
-            measured[entry.name] = own
-            if own.interrupt is not None:
-                break
-            if own.failure is not None:
-                raise own.failure
-    finally:
-        if measured:
-            missing = [entry.name for entry in entries if entry.name not in measured]
-            code = _publish(options, measured, missing)
+    with results_on_stdout(measured):
+        try:
+            for entry in entries:
+                if not options.is_json:
+                    print(f"== {entry.name}", file=sys.stderr, flush=True)
+                load = replace(options.load, has_windows=entry.has_window or not looks_ahead)
+                own = Session(replace(options, engines=entry.engines, load=load)).measure()
+                measured[entry.name] = own
+                if own.interrupt is not None:
+                    break
+                if own.failure is not None:
+                    raise own.failure
+        finally:
+            if measured:
+                missing = [entry.name for entry in entries if entry.name not in measured]
+                code = _publish(options, measured, missing)
     return code
 
 

@@ -11,6 +11,7 @@ from llmctl.cli.bench.report import raw_lines, report_json
 from llmctl.cli.bench.session import Measured
 from llmctl.cli.bench.table import make_console, print_report
 from llmctl.cli.output_files import replacing
+from llmctl.cli.streams import results_on_stdout
 
 
 def publish_results(measured: Measured) -> int:
@@ -18,14 +19,15 @@ def publish_results(measured: Measured) -> int:
     signal. Then raises what ended the session."""
     report = report_json(measured)
     line = json.dumps(report, ensure_ascii=False, allow_nan=False)
-    try:
-        _write_files(measured, report, line)
-    finally:  # results are shown even if a disk is full
-        if not measured.options.is_json:
-            print_report(report, make_console())
-        print(line, flush=True)
-    if measured.failure is not None:
-        raise measured.failure
+    with results_on_stdout():
+        try:
+            _write_files(measured, report, line)
+        finally:  # results are shown even if a disk is full
+            if not measured.options.is_json:
+                print_report(report, make_console())
+            print(line, flush=True)
+        if measured.failure is not None:
+            raise measured.failure
     return exit_code(measured, report["request_info"]["num_failed"])
 
 

@@ -22,6 +22,7 @@ from llmctl.cli.run.text_io import (
     write_jsonl,
     write_npy,
 )
+from llmctl.cli.streams import results_on_stdout
 from llmctl.cli.tokenizer import Tokenizer, engine_tokenizer, tokenizer_hash
 from llmctl.errors import BadConfig, ExactnessViolation, LlmctlError, RankFailure
 from llmctl.runtime.open import CheckedEngines, EngineOptions, OpenEngines, check_engines
@@ -104,12 +105,13 @@ class Session:
             self._profile(engines, rows)
             return _exit_code(rows)
         stats = self._generate(engines, rows, tokenizer)
-        self._show(rows, tokenizer, stats)
-        self._log("info", *stats_lines(stats))
-        self._report_rows(rows, engines.target.max_seq_len)
-        if options.is_verifying:
-            self._verify(engines, rows)
-        return _exit_code(rows)
+        with results_on_stdout():
+            self._show(rows, tokenizer, stats)
+            self._log("info", *stats_lines(stats))
+            self._report_rows(rows, engines.target.max_seq_len)
+            if options.is_verifying:
+                self._verify(engines, rows)
+            return _exit_code(rows)
 
     def _end_without_engines(
         self, rows: list[Row], tokenizer: Tokenizer, checked: CheckedEngines
@@ -117,7 +119,8 @@ class Session:
         """Every row has its error, so weights would be loaded for nothing."""
         if not self._options.is_profiling:
             stats = summarize(rows, 0.0, checked.draft_len, SpeculationStats())
-            self._show(rows, tokenizer, stats)
+            with results_on_stdout():
+                self._show(rows, tokenizer, stats)
         self._report_rows(rows, checked.target.build_config["max_seq_len"])
         return _exit_code(rows)
 

@@ -63,6 +63,9 @@ def test_verify_exact_fails_at_the_first_divergence(run, engines, monkeypatch):
     done = run(*TWO, "--draft-engine", engines.draft, "--verify-exact")
     assert done.code == 1
     assert "error[ExactnessViolation]: Text 1 Seq 0: output token 3" in done.err
+    done = run(*TWO, "--draft-engine", engines.draft, "--verify-exact", "--json")
+    assert done.code == 1 and "error[ExactnessViolation]" in done.err
+    assert len(json.loads(done.out)["outputs"]) == 2, "stdout stays one object"
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,18 @@ def test_generated_text_is_printed_where_its_file_does_not_fit(
     monkeypatch.setattr(session, "write_csv", full_disk)
     done = llmctl(*line, "--output-csv", tmp_path / "out.csv")
     assert done.code == 3 and "error[OutOfDisk]" in done.err and done.out == wanted.out != ""
+    done = llmctl(*line, "--output-csv", tmp_path / "out.csv", "--json")
+    assert done.code == 3 and "error[OutOfDisk]" in done.err, "stdout stays one object"
+    assert json.loads(done.out)["outputs"]
 
 
 def test_a_report_is_printed_where_its_file_does_not_fit(llmctl, engines, tmp_path, monkeypatch):
     monkeypatch.setattr(publish, "raw_lines", full_disk)
-    done = llmctl(
-        *("bench", "latency", "--engine-dir", engines.target, "--num-requests", 1),
-        *("--target-input-len", 4, "--target-output-len", 2),
-        *("--raw", tmp_path / "raw.jsonl"),
-    )
-    assert done.code == 3 and "error[OutOfDisk]" in done.err
-    assert json.loads(done.out)["request_info"]["num_requests"] == 1
+    for option in ((), ("--json",)):
+        done = llmctl(
+            *("bench", "latency", "--engine-dir", engines.target, "--num-requests", 1),
+            *("--target-input-len", 4, "--target-output-len", 2),
+            *("--raw", tmp_path / "raw.jsonl", *option),
+        )
+        assert done.code == 3 and "error[OutOfDisk]" in done.err
+        assert json.loads(done.out)["request_info"]["num_requests"] == 1
