@@ -92,10 +92,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     """
     import yaml
 
-    if not path.is_file():
-        from llmctl.quantize.format import why_no_file
+    from llmctl.quantize.format import why_no_file
 
-        raise BadConfig(f"--config {path} {why_no_file(path)}")
+    if (why := why_no_file(path)) is not None:
+        raise BadConfig(f"--config {path} {why}")
     if path.stat().st_size > _MOST_BYTES:
         raise BadConfig(f"{path} has {path.stat().st_size} bytes; at most {_MOST_BYTES} are read")
     try:

@@ -45,8 +45,8 @@ class Tokenizer:
         self.folder = folder
         self._fetch = f"{_FETCH}, or name others with {option}" if option else _FETCH
         path = folder / TOKENIZER_FILE
-        if not path.is_file():
-            found = not_a_file(path)
+        found = not_a_file(path)
+        if found is not None or not path.is_file():
             raise TokenizerError(
                 f"{folder} has no tokenizer.json"
                 if found is None

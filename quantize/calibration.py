@@ -88,9 +88,10 @@ def check_dataset(dataset: str) -> None:
     if dataset == DEMO_DATASET:
         return
     path = Path(dataset)
-    if path.suffix not in READERS or not path.is_file():
+    found = not_a_file(path)
+    if path.suffix not in READERS or not path.is_file() or found is not None:
         what = "is not a file of a known kind" if path.exists() else "does not exist"
-        if (found := not_a_file(path)) is not None:
+        if found is not None:
             what = f"is {found}"
         raise BadCalibrationData(
             f"--calib-dataset {dataset} {what}; wanted: {DEMO_DATASET!r} or a file ending in "

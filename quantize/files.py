@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from llmctl.errors import CorruptFile
@@ -17,10 +18,23 @@ _KINDS = {
     stat.S_IFLNK: "a link that leads to itself",
 }
 
+# What a clone without Git LFS has in the place of a large file: three short lines of text.
+LFS_POINTER = "a Git LFS pointer (git lfs pull fetches what it stands for)"
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    if path.stat().st_size > 1024:  # git-lfs's own bound
+        return False
+    with suppress(OSError), path.open("rb") as file:  # may not be read: said where it is read
+        return file.read(40).startswith(b"version https://git-lfs.github.com/spec/")
+    return False
+
 
 def not_a_file(path: Path) -> str | None:
     """What lies there and is no file, for people; None for a file, and where nothing is."""
-    if path.is_file() or not os.path.lexists(path):
+    if path.is_file():
+        return LFS_POINTER if _is_lfs_pointer(path) else None
+    if not os.path.lexists(path):
         return None
     if path.is_symlink() and not path.exists():
         target = os.readlink(path)
@@ -40,7 +54,9 @@ def has_file(path: Path) -> bool:
     return path.is_file()
 
 
-def why_no_file(path: Path) -> str:
-    """Why a path that was given cannot be read, behind its name."""
+def why_no_file(path: Path) -> str | None:
+    """Why a path that was given cannot be read, behind its name; None for a file."""
     found = not_a_file(path)
-    return "does not exist" if found is None else f"is {found}; a file is wanted"
+    if found is not None:
+        return f"is {found}; a file is wanted"
+    return None if path.is_file() else "does not exist"

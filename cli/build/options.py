@@ -164,8 +164,8 @@ def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
 
     values: dict[str, Any] = {}
     if path is not None:
-        if not path.is_file():
-            raise BadConfig(f"--build-config {path} {why_no_file(path)}")
+        if (why := why_no_file(path)) is not None:
+            raise BadConfig(f"--build-config {path} {why}")
         try:
             values = read_json(path)
         except CorruptFile as error:

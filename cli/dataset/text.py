@@ -118,8 +118,8 @@ def _input_key(options: TextOptions) -> str:
 def _read(options: TextOptions) -> list[Mapping[str, str]]:
     """.txt: a row a line. .jsonl: objects with string fields."""
     path = options.path
-    if not path.is_file():
-        raise BadConfig(f"--input-file {path} {why_no_file(path)}")
+    if (why := why_no_file(path)) is not None:
+        raise BadConfig(f"--input-file {path} {why}")
     if path.suffix not in (".txt", ".jsonl"):
         raise BadConfig(f"--input-file is {path}; its name must end in .txt or .jsonl")
     try:

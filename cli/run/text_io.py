@@ -66,8 +66,8 @@ def read_prompts(
         raise BadConfig(
             f"{option} is {path}; its name must end in one of {', '.join(readers)}",
         )
-    if not path.is_file():
-        raise BadConfig(f"{option} {path} {why_no_file(path)}")
+    if (why := why_no_file(path)) is not None:
+        raise BadConfig(f"{option} {path} {why}")
     try:
         prompts = reader(path)
     except UnicodeDecodeError as error:

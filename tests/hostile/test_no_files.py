@@ -20,6 +20,9 @@ PLACED: dict[str, Callable[[Path], object]] = {
         "../blobs/0af3"
     ),
     "is a link that leads to itself": lambda path: path.symlink_to(path.name),
+    "is a Git LFS pointer (git lfs pull fetches what it stands for)": lambda path: path.write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    ),
 }
 CHECKPOINT = (
     "config.json",
