@@ -26,7 +26,14 @@ import typer
 from llmctl.cli import config_file
 from llmctl.cli.app import command_path, make_context
 from llmctl.cli.streams import has_results, open_streams, silence_stdout
-from llmctl.errors import LlmctlError, MissingPackage, OutOfDisk, OutOfMemory, Unsupported
+from llmctl.errors import (
+    BadConfig,
+    LlmctlError,
+    MissingPackage,
+    OutOfDisk,
+    OutOfMemory,
+    Unsupported,
+)
 from llmctl.publish import DISK_FULL
 
 EXIT_FAILURE = 1
@@ -122,6 +129,12 @@ def _run(argv: Sequence[str]) -> int:
 
 def _invoke(argv: list[str]) -> int:
     """Parse and run, without typer's own error printing."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:  # libraries that PyTorch loads end the process over it
+        raise BadConfig(
+            "the current folder has been removed", fix="cd to a folder that exists"
+        ) from error
     try:
         command, context = make_context(argv)
         with context:

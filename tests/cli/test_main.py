@@ -80,6 +80,15 @@ def test_usage_errors_exit_with_2(llmctl, argv, words):
     assert done.err.startswith("error[Usage]: ") and done.out == ""
 
 
+def test_a_current_folder_that_was_removed_is_named(llmctl, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    done = llmctl("doctor")
+    assert done.code == 2 and "error[BadConfig]: the current folder has been removed" in done.err
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
