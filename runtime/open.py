@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.engine_format import EngineConfig, read_engine_config, require_rank_files
 from llmctl.builder.signature import require_signed
@@ -23,71 +23,18 @@ from llmctl.runtime.drafting.length.lengths import round_lengths
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.methods import as_method
 from llmctl.runtime.drafting.plain.method import PlainDecoding
+from llmctl.runtime.engine_options import EngineOptions as EngineOptions
 from llmctl.runtime.engines.opening import TARGET, Log, OpenRequest, opener_of
-from llmctl.runtime.kv_cache.attention_windows import WindowOptions, what_windows_save
+from llmctl.runtime.kv_cache.attention_windows import what_windows_save
 from llmctl.runtime.ranks.launch import require_drafts, require_world
 from llmctl.runtime.ranks.serve import serve_rank
-from llmctl.runtime.schedule import admission
-from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy, SchedulerConfig
-from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
+from llmctl.runtime.schedule.admission import SchedulerConfig
 
 if TYPE_CHECKING:
     from llmctl.runtime.api.executor import Executor
     from llmctl.runtime.drafting.drafter import Drafter
     from llmctl.runtime.engines.weights_ahead import WeightsAhead
     from llmctl.runtime.generate.synthetic_acceptance import SyntheticAcceptance
-
-
-RANK_WAITS_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Which engines to open, and how they use the machine."""
-
-    engine_dir: Path
-    method: DraftMethod = PlainDecoding()
-    adaptive_draft_len: bool = False
-    free_fraction: float | None = None
-    max_tokens: int | None = None
-    host_memory_bytes: int | None = None
-    enable_block_reuse: bool = True
-    enable_chunked_context: bool = True
-    scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
-    context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
-    max_batch_size: int | None = None  # at most the engine's
-    max_num_tokens: int | None = None
-    max_step_ms: float | Literal["auto"] | None = None
-    num_threads: int | None = None
-    trusted_builder: Path | str | None = None  # public key that must have signed every engine
-    windows: WindowOptions = WindowOptions()
-    tp_size: int | None = None  # ranks; None: as many as the engine has
-    rank_timeout_s: float | None = None  # how long one rank waits for another; None: RANK_WAITS_S
-    ranks_on_one_device: bool = False  # of a GPU, in this process: for tests
-
-    def __post_init__(self) -> None:
-        if not 0 < self.rank_waits_s < 1e6:  # also NaN
-            raise BadConfig(
-                f"--rank-timeout is {self.rank_timeout_s}; it must be more than 0 s and less than "
-                "1e6 s"
-            )
-        if self.max_step_ms is not None:
-            admission.refuse_step_limit(self.max_step_ms, is_chunked=self.enable_chunked_context)
-        if self.host_memory_bytes is not None and not self.enable_block_reuse:
-            raise BadConfig(
-                "--kv-cache-host-memory-bytes keeps blocks for reuse, and block reuse is off",
-                fix="leave it out, or turn block reuse on",
-            )
-
-    @property
-    def rank_waits_s(self) -> float:
-        """How long one rank waits for another before it is given up."""
-        return RANK_WAITS_S if self.rank_timeout_s is None else self.rank_timeout_s
-
-    @property
-    def folders(self) -> dict[str, Path]:
-        """Engine directories by role, the target first."""
-        return {TARGET: self.engine_dir, **self.method.engines}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,15 @@ class SchedulerConfig:
     context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     enable_chunked_context: bool = True
 
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("capacity_scheduler_policy", CapacitySchedulerPolicy),
+            ("context_chunking_policy", ContextChunkingPolicy),
+        ):
+            found = getattr(self, name)
+            if not isinstance(found, kind):  # a name compares unequal to all, without an error
+                raise BadConfig(f"{name} is {found!r}; a member of {kind.__name__} is wanted")
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
