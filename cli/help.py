@@ -17,6 +17,7 @@ import typer
 
 WIDTH = 100  # columns; fewer in a narrower terminal
 NAMES_WIDTH = 34  # columns of option names; longer ones get a line of their own
+LEAST_WIDTH = NAMES_WIDTH + 26  # a terminal that is narrower still folds the lines
 _KINDS = {  # what the parser calls a value -> what is shown
     "int range": "N",
     "int": "N",
@@ -38,7 +39,7 @@ def show_all(context: typer.Context, is_wanted: bool) -> None:
 
 def render(command: Any, context: Any, has_hidden: bool = False) -> str:
     """The help text of a command or of a group of commands."""
-    columns = min(WIDTH, shutil.get_terminal_size((WIDTH, 50)).columns)
+    columns = max(LEAST_WIDTH, min(WIDTH, shutil.get_terminal_size((WIDTH, 50)).columns))
     return "\n".join(_lines(command, context, columns, has_hidden))
 
 

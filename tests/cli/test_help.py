@@ -51,6 +51,14 @@ def test_help_fits_one_screen(llmctl, monkeypatch, path):
     assert max(map(len, lines)) <= SCREEN_COLUMNS
 
 
+@pytest.mark.parametrize("columns", ["1", "20", "0", "-5", "many", "100000"])
+def test_help_has_a_width_for_any_terminal(llmctl, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    done = llmctl("bench", "--help-all")
+    assert done.code == 0 and "throughput" in done.out
+    assert max(map(len, done.out.partition("Examples:")[0].splitlines())) <= 100
+
+
 @pytest.mark.parametrize("path", [path for path in PATHS if path], ids=NAMES[1:])
 def test_help_all_shows_every_option_and_help_says_how_many_more(llmctl, path):
     short = llmctl(*path, "--help")
