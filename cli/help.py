@@ -28,6 +28,7 @@ _KINDS = {  # what the parser calls a value -> what is shown
     "list[str]": "TEXT...",
     "list[int]": "N...",
 }
+_BOUNDS = re.compile(r"x[<>]=?|[^ ]+<=?x<")
 
 
 def show_all(context: typer.Context, is_wanted: bool) -> None:
@@ -87,8 +88,8 @@ def record(param: Any, context: Any) -> tuple[str, str]:
     if first == kind or param.param_type_name == "argument":  # its name says what it may be
         names = first
     extra = re.search(r" *\[([^]]*)\]$", words)
-    if extra is not None:  # a lower bound explains itself when it is broken
-        shown = "; ".join(part for part in extra[1].split("; ") if not part.startswith("x>="))
+    if extra is not None:  # bounds explain themselves when they are broken
+        shown = "; ".join(part for part in extra[1].split("; ") if not _BOUNDS.match(part))
         words = words[: extra.start()] + (f" [{shown}]" if shown else "")
     return names, words.strip()
 

@@ -206,7 +206,7 @@ def _build(
     gpu_memory: Annotated[
         float | None,
         typer.Option(
-            "--gpu-memory", min=0.1, metavar="GB", help="For --dry-run: memory of the GPU."
+            "--gpu-memory", min=0.1, max=1e6, metavar="GB", help="For --dry-run: memory of the GPU."
         ),
     ] = None,
     cache_key: Annotated[

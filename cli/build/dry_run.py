@@ -7,7 +7,6 @@ weights, activations, scratch and graphs first, then a fraction of the rest for 
 
 from __future__ import annotations
 
-import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,8 +82,6 @@ def choose_memory(
     if found is None:
         found = default_gpu((capability or "").split(","))
     if gpu_memory_gb is not None:
-        if not math.isfinite(gpu_memory_gb):
-            raise BadConfig(f"--gpu-memory is {gpu_memory_gb}; a number of GB is wanted")
         total = int(gpu_memory_gb * GB)
         return Memory(f"{gpu_memory_gb:g} GB", total, total, replace(found, memory_bytes=total))
     free = found.memory_bytes

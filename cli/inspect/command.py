@@ -32,6 +32,7 @@ def inspect(
         typer.Option(
             "--read-bandwidth",
             min=0.001,
+            max=1e6,
             metavar="GB/S",
             help="Predict times for a memory that reads so many GB/s, of a CPU for example.",
         ),

@@ -105,8 +105,12 @@ def test_a_cache_key_plans_and_draws_nothing(llmctl, engines, tmp_path):
 def test_a_plan_may_be_for_a_folder_at_the_root_and_not_for_endless_memory(llmctl, engines):
     build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--dry-run", "--output-dir")
     assert llmctl(*build, "/").code in (0, 3)
-    done = llmctl(*build, "/x", "--backend", "cuda", "--gpu", "h200", "--gpu-memory", "inf")
-    assert done.code == 2 and refused(done, "BadConfig", "--gpu-memory")
+    for size in ("inf", "nan", 1e300):
+        done = llmctl(*build, "/x", "--backend", "cuda", "--gpu", "h200", "--gpu-memory", size)
+        assert done.code == 2 and refused(done, "Usage", "--gpu-memory", str(size))
+    for rate in ("inf", "nan", 1e300):
+        done = llmctl("inspect", engines.target, "--read-bandwidth", rate, "--json")
+        assert done.code == 2 and "--read-bandwidth" in done.out
 
 
 @pytest.mark.parametrize("option", ["--tokens", "--context-len", "--gpu", "--read-bandwidth"])
