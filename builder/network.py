@@ -75,6 +75,70 @@ class HeadCache:
     rope: Rope
 
 
+class _Index:
+    """Who writes and who reads each tensor of a list of nodes: looking through all of them for each
+    question took most of the time that planning a large model took."""
+
+    _NEAR = 64  # passes go through a network in order: what they replace is near what they did last
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        self.size, self.last = len(nodes), nodes[-1] if nodes else None
+        self._place = 0
+        self._readers: dict[str, list[Node]] = {}
+        self._writers: dict[str, list[Node]] = {}
+        for node in nodes:
+            self._add(node)
+
+    def is_of(self, nodes: list[Node]) -> bool:
+        """Whether it is of this list, to which nothing was appended, and whose last node is the
+        same: nodes within a list change in `replaced` alone."""
+        last = nodes[-1] if nodes else None
+        return nodes is self.nodes and len(nodes) == self.size and last is self.last
+
+    def readers(self, name: str) -> list[Node]:
+        """In execution order."""
+        return self._in_order(self._readers.get(name, []))
+
+    def writer(self, name: str) -> Node | None:
+        """The first one."""
+        return next(iter(self._in_order(self._writers.get(name, []))), None)
+
+    def replaced(self, old: Iterable[Node], new: Iterable[Node], at: Node) -> list[Node]:
+        """Another list, of which this is the index from now on, with `new` in the place of `at`."""
+        nodes, added = list(self.nodes), list(new)
+        place = self._find(at)
+        gone = {id(node): node for node in old}
+        places = {self._find(node) for node in gone.values()}
+        nodes[place : place + 1] = added
+        for other in sorted(places - {place}, reverse=True):
+            del nodes[other + len(added) - 1 if other > place else other]
+        for node in gone.values():
+            for tensors, table in ((node.inputs, self._readers), (node.outputs, self._writers)):
+                for name in set(tensors.values()):
+                    table[name] = [known for known in table[name] if known is not node]
+        self.nodes, self._place = nodes, place
+        self.size, self.last = len(nodes), nodes[-1] if nodes else None
+        for node in added:
+            self._add(node)
+        return nodes
+
+    def _add(self, node: Node) -> None:
+        for tensors, table in ((node.inputs, self._readers), (node.outputs, self._writers)):
+            for name in set(tensors.values()):
+                table.setdefault(name, []).append(node)
+
+    def _in_order(self, nodes: list[Node]) -> list[Node]:
+        return list(nodes) if len(nodes) < 2 else sorted(nodes, key=self._find)
+
+    def _find(self, wanted: Node) -> int:
+        first = max(0, self._place - self._NEAR)
+        for place in range(first, min(len(self.nodes), self._place + self._NEAR)):
+            if self.nodes[place] is wanted:
+                return place
+        return next(place for place, node in enumerate(self.nodes) if node is wanted)
+
+
 LOGITS = "logits"
 OUTPUT_OP = "output"  # of the nodes that stand for outputs among the consumers of a tensor
 
@@ -91,6 +155,7 @@ class Network:
     inputs: dict[str, Input] = field(default_factory=dict)  # by name; the base graph has none
     name: str = BASE  # of the graph
     cache: HeadCache | None = None  # None: the base graph's, or no attention
+    _known: _Index | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def logits(self) -> str:
@@ -123,13 +188,12 @@ class Network:
 
     def producer(self, name: str) -> Node | None:
         """The node that writes a tensor; None for weights and inputs."""
-        return next((node for node in self.nodes if name in node.outputs.values()), None)
+        return self._index().writer(name)
 
     def consumers(self, name: str) -> list[Node]:
         """The nodes that read a tensor, in execution order; then one node for each output it is, so
         that no pass removes a tensor that only the runtime reads."""
-        readers = [node for node in self.nodes if name in node.inputs.values()]
-        return readers + [
+        return self._index().readers(name) + [
             Node(OUTPUT_OP, output, {"x": name}, {})
             for output, found in self.outputs.items()
             if found.tensor == name
@@ -137,15 +201,9 @@ class Network:
 
     def replace_nodes(self, old: Iterable[Node], new: Iterable[Node], at: Node) -> None:
         """Remove `old` and put `new` where `at` (one of `old`) was."""
-        gone = {id(node) for node in old}
-        assert id(at) in gone
-        rewritten: list[Node] = []
-        for node in self.nodes:
-            if node is at:
-                rewritten.extend(new)
-            elif id(node) not in gone:
-                rewritten.append(node)
-        self.nodes = rewritten
+        gone = list(old)
+        assert any(node is at for node in gone)
+        self.nodes = self._index().replaced(gone, new, at)
 
     def redirect(self, old: str, new: str) -> None:
         """Make every reader of tensor `old` read `new` instead."""
@@ -165,6 +223,11 @@ class Network:
         used = {t for n in self.nodes for t in (*n.inputs.values(), *n.outputs.values())}
         self.tensors = {name: t for name, t in self.tensors.items() if name in used}
         self.sources = {name: s for name, s in self.sources.items() if name in used}
+
+    def _index(self) -> _Index:
+        if self._known is None or not self._known.is_of(self.nodes):
+            self._known = _Index(self.nodes)
+        return self._known
 
     def __str__(self) -> str:
         """One line a node: outputs = op(inputs) {attributes}."""

@@ -200,17 +200,19 @@ def is_shared(folder: Path) -> bool:
 def slot_bytes(files: Iterable[EngineFile]) -> int:
     """The most that a rank gives the others at once, in a step of one of these engines."""
     plans = [file.plan for file in files]
-    given = [
-        _given(plan, op) for plan in plans for graph in plan.graphs.values() for op in graph.ops
-    ]
+    given: list[int] = []
+    for plan in plans:
+        shapes = {tensor.name: tensor.shape for tensor in plan.tensors}
+        ops = [op for graph in plan.graphs.values() for op in graph.ops]
+        given += [_given(plan, op, shapes) for op in ops]
     return max([*given, *map(_listed, plans)], default=0)
 
 
-def _given(plan: Plan, op: PlanOp) -> int:
+def _given(plan: Plan, op: PlanOp, shapes: Mapping[str, Sequence[int | str]]) -> int:
     """Bytes of float32 that a rank gives to an operator over ranks; none where it is alone."""
     if op.op not in OF_RANKS or int(op.attributes["ranks"]) == 1:
         return 0
-    (shape,) = [tensor.shape for tensor in plan.tensors if tensor.name == op.inputs["x"]]
+    shape = shapes[op.inputs["x"]]
     columns = int(shape[1]) // int(op.attributes.get("leaves", 1))  # a rank's parts are added
     return plan.sizes[str(shape[0])] * columns * 4
 
