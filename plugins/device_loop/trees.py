@@ -45,10 +45,12 @@ class DraftTrees:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         chain = torch.arange(max_draft_len, dtype=torch.int32, device=device)
+        # No sum, see GrowthArrays.
+        counts = torch.full((max_batch_size,), max_draft_len, dtype=torch.int32, device=device)
         num_rows = max_batch_size * (max_draft_len + 1)
         return cls(
             parents=chain.repeat(max_batch_size, 1),
-            counts=zeros(max_batch_size) + max_draft_len,
+            counts=counts,
             rows=zeros(max_batch_size) if rows is None else rows,
             positions=zeros(num_rows),
             starts=zeros(max_batch_size + 1),

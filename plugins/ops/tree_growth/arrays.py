@@ -163,7 +163,9 @@ class GrowthArrays:
             roots=torch.arange(batch, dtype=torch.int32, device=device),
             rows=zeros(rows),
             sources=zeros(batch * (max_draft_len + 1)),
-            ends=zeros(batch) - 1,
+            # No difference of tensors: where only their size is asked for (device "meta"), torch
+            # imports its compiler to compute one, which takes seconds.
+            ends=torch.full((batch,), -1, dtype=torch.int32, device=device),
             scores=zeros(batch, max_draft_len, dtype=torch.float64),
             places=zeros(batch, max_draft_len),
             kinds=zeros(batch, max_draft_len),

@@ -13,7 +13,10 @@ from support.fake_engine import FakeEngine, plain_answer
 from support.fake_loop import Harness
 from support.round_requests import random_request
 from support.rounds_by_reference import run_rounds_by_reference
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from llmctl.plugins.device_loop.state import RoundState
+from llmctl.plugins.device_loop.trees import DraftTrees
 from llmctl.plugins.ops.tree_growth import kernel
 from llmctl.plugins.ops.tree_growth.arrays import growth_bytes
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
@@ -232,6 +235,23 @@ def test_the_memory_plan_counts_trees_that_a_draft_engine_may_draft():
     assert tree_bytes(plan, 8, 20) == tree_bytes(plan, 8, 1, may_grow=True) == 0
     grown = growth_bytes(8, 20, 5000)
     assert tree_bytes(plan, 8, 20, may_grow=True) > grown > 4 * 8 * 16 * 3 * 16
+
+
+def test_sizes_are_asked_for_without_arithmetic() -> None:
+    """Of tensors without memory, torch imports its compiler for a sum: seconds of every start."""
+    called = set()
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            called.add(function._schema.name)
+            return function(*arguments, **(options or {}))
+
+    with Calls():
+        growth_bytes(8, 20, 5000)
+        DraftTrees.allocate(8, 20, "meta")
+        RoundState.allocate(8, 20, "meta")
+    assert called >= {"aten::zeros", "aten::full"}
+    assert not called & {"aten::add", "aten::sub", "aten::mul"}
 
 
 def test_trees_are_right_after_graphs_were_captured_while_there_were_no_requests() -> None:
