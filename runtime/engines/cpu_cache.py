@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -50,11 +51,13 @@ class CpuCache:
 
     def _zeros(self, num_blocks: int, what: str, fix: str) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, self._plan.caches[self._name].dtype)
-        try:
-            return torch.zeros(kv_cache_shape(self._plan, num_blocks, self._name), dtype=dtype)
-        except RuntimeError as error:  # torch reports a failed allocation this way
-            num_bytes = num_blocks * block_bytes(self._plan, self._name)
+        num_bytes = num_blocks * block_bytes(self._plan, self._name)
+        try:  # the kernel's zeros: torch would write its own, into every page
+            pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
             raise OutOfMemory(
                 f"{what} of {num_blocks} blocks needs {num_bytes / 1e9:.2f} GB, which is not there",
                 fix=fix,
             ) from error
+        shape = kv_cache_shape(self._plan, num_blocks, self._name)
+        return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)

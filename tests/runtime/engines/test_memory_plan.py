@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from llmctl.errors import BadConfig, OutOfMemory
+from llmctl.runtime.engines.cpu_cache import CpuCache
 from llmctl.runtime.engines.memory_plan import free_memory_bytes, plan_kv_cache
 
 
@@ -52,3 +58,25 @@ def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
 
 def test_free_memory_is_read_from_the_kernel() -> None:
     assert 10**8 < free_memory_bytes() < 10**15
+
+
+def test_a_cache_of_a_cpu_takes_memory_where_its_blocks_are_used() -> None:
+    """So an engine starts at once, however many tokens its limits allow."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    kv_cache = SimpleNamespace(
+        dtype="bfloat16", num_layers=2, num_kv_heads=4, tokens_per_block=32, head_size=64
+    )
+    plan: Any = SimpleNamespace(caches={"": kv_cache})
+    cache, before = CpuCache(plan), resident()
+    cache.allocate(4096)
+    assert cache.tensor.nbytes == 4096 * 2 * 2 * 4 * 32 * 64 * 2
+    cache.tensor[:, 7] = 3
+    assert resident() - before < cache.tensor.nbytes / 10
+    assert torch.equal(
+        cache.tensor[:, 6:9].float().sum((0, 2, 3, 4, 5)).sign(), torch.tensor([0.0, 1, 0])
+    )
+    with pytest.raises(OutOfMemory, match="a KV cache of 1099511627776 blocks needs .* GB"):
+        cache.allocate(1 << 40)
