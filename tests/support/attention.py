@@ -25,7 +25,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 from llmctl.plugins.core.calls import OpCall, StepInputs
 from llmctl.plugins.ops.paged_attention import kernel, launch_arguments
 from llmctl.runtime.step import pack_trees
-from support.kernel import step_arrays
+from support.kernel import step_arrays, zeros
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 KV_SCALES = {FP8: (0.75, 1.25), INT8: (0.021, 0.034)}
@@ -168,7 +168,7 @@ class World:
 
         def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             if name not in self.scratch:
-                self.scratch[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+                self.scratch[name] = zeros(shape, dtype, self.device)
             assert self.scratch[name].shape == shape
             return self.scratch[name]
 

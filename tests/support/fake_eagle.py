@@ -6,7 +6,8 @@ import numpy as np
 
 from llmctl.runtime.drafting.eagle.pairs import pack_pairs, roots
 from llmctl.runtime.drafting.growth.levels import pack_level
-from support.fake_engine import FakeEngine, fold, share
+from support.fake_engine import FakeEngine
+from support.mixing import fold, share
 
 
 class FeaturedEngine(FakeEngine):

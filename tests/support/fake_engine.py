@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-
 import numpy as np
 
 from llmctl.plugins.ops.paged_attention.fp8_context import context_end
@@ -11,42 +9,9 @@ from llmctl.plugins.ops.sampling.reference import sample_rows
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.kv_cache import CopyKind
 from llmctl.runtime.request import FinishReason, Request
+from support.mixing import blend, mix_one
 
-MASK = 2**64 - 1
 FP8 = 1 << 32  # what a token that was computed with FP8 products has in the cache beside its id
-COEFFICIENTS = np.random.default_rng(0).integers(1, 2**63, 4096, dtype=np.uint64) | np.uint64(1)
-
-
-def mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser: uint64 -> uint64, well mixed."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-@cache
-def lanes(count: int) -> np.ndarray:
-    return np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-
-
-def share(seed: int, count: int) -> np.ndarray:
-    """`count` values in [0, 1) that follow from `seed`."""
-    return (mix(lanes(count) ^ np.uint64(seed)) >> np.uint64(11)) / 2.0**53
-
-
-@lru_cache(1 << 15)
-def blend(tokens: bytes, count: int, whole_context: float) -> tuple[int, np.ndarray]:
-    """`fold` of int64 tokens, and a row that follows from them: target and draft share it."""
-    found = np.frombuffer(tokens, np.int64)
-    everything = fold(found)
-    row = 8 * share(fold(found[-2:]), count) + whole_context * share(everything, count)
-    return everything, row
-
-
-def fold(tokens: np.ndarray) -> int:
-    """A number that changes with any token and its place."""
-    products = (tokens.astype(np.uint64) + np.uint64(1)) * COEFFICIENTS[: len(tokens)]
-    return int(mix(products.sum(dtype=np.uint64)[None])[0])
 
 
 class FakeArrival:
@@ -163,7 +128,7 @@ class FakeEngine:
 
     def _compute(self, tokens: np.ndarray) -> np.ndarray:
         everything, row = blend(tokens.tobytes(), self.common_vocab, self.whole_context)
-        if share(everything ^ 0x5A5A, 1)[0] >= self.agreement:
+        if (mix_one(everything ^ 0x5A5A) >> 11) / 2.0**53 >= self.agreement:
             row = np.roll(row, 1)
         padding = np.full(self.vocab_size - self.common_vocab, 99.0)
         return np.concatenate([row, padding]).astype(np.float32)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from support.fake_engine import FakeEngine, fold, share
+from support.fake_engine import FakeEngine
+from support.mixing import fold, share
 
 
 class HeadedEngine(FakeEngine):

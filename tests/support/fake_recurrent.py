@@ -9,8 +9,8 @@ from llmctl.plugins.backends.cpu.beam_search import AskedBeams, FoundTree
 from llmctl.plugins.ops.beam_search.reference import top_log_probs
 from llmctl.runtime.drafting.redrafter.beams import Bounds
 from llmctl.runtime.drafting.redrafter.search import Asked, StepSearch
-from support.fake_engine import fold, share
 from support.fake_heads import HeadedEngine
+from support.mixing import fold, share
 
 
 class FakeRecurrentHead:
