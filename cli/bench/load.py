@@ -101,33 +101,41 @@ def make_requests(
         )
     requests = []
     for index, prompt in enumerate(prompts):
-        ids = prompt.token_ids
-        if ids is None:
-            assert tokenizer is not None
-            ids = tuple(tokenizer.encode(prompt.text or ""))
-        settings = dict(prompt.settings)
-        for name in ("stop_words", "bad_words", "typical_acceptance"):
-            if name in settings:
-                raise BadConfig(f"row {index} of {options.dataset} has {name}; a benchmark has not")
-        num_tokens = settings.pop("max_tokens", options.output_len)
-        priority, window = settings.pop("priority", 0.5), row_window(settings)
-        if num_tokens is None:
-            raise BadConfig(
-                f"row {index} of {options.dataset} has no output_tokens",
-                fix="add it, or give --target-output-len for all rows",
-            )
-        request = Request(
-            input_token_ids=ids,
-            max_tokens=num_tokens,
-            sampling_config=row_sampling(options.sampling, settings),
-            streaming=True,
-            end_id=options.eos_id if options.eos_id >= 0 else None,
-            priority=priority,
-            lookahead_config=window if options.has_windows else None,
-        )
+        try:
+            request = _request(options, prompt, tokenizer)
+        except BadConfig as error:
+            error.args = (f"row {index} of {options.dataset}: {error}",)
+            raise
         _require_fit(request, index, config)
         requests.append(request)
     return requests
+
+
+def _request(options: LoadOptions, prompt: Prompt, tokenizer: Tokenizer | None) -> Request:
+    """The request of a row. Raises BadConfig."""
+    ids = prompt.token_ids
+    if ids is None:
+        assert tokenizer is not None
+        ids = tuple(tokenizer.encode(prompt.text or ""))
+    settings = dict(prompt.settings)
+    for name in ("stop_words", "bad_words", "typical_acceptance"):
+        if name in settings:
+            raise BadConfig(f"it has {name}; a benchmark has not")
+    num_tokens = settings.pop("max_tokens", options.output_len)
+    priority, window = settings.pop("priority", 0.5), row_window(settings)
+    if num_tokens is None:
+        raise BadConfig(
+            "it has no output_tokens", fix="add it, or give --target-output-len for all rows"
+        )
+    return Request(
+        input_token_ids=ids,
+        max_tokens=num_tokens,
+        sampling_config=row_sampling(options.sampling, settings),
+        streaming=True,
+        end_id=options.eos_id if options.eos_id >= 0 else None,
+        priority=priority,
+        lookahead_config=window if options.has_windows else None,
+    )
 
 
 def _require_fit(request: Request, index: int, config: EngineConfig) -> None:

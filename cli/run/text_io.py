@@ -43,6 +43,7 @@ ROW_KEYS: Mapping[str, tuple[type, ...]] = {
     "lookahead_config": (list,),
 }
 _NUMBER_WORD = re.compile(r"-?[0-9]{1,20}")  # int() reads also 1_000, and digits of any script
+_ROW_FORM = "write an object on each line; of those of an array: jq -c '.[]' FILE"
 _ROW_LABEL = "task_id"  # accepted for trtllm-bench's files; results carry the row's index anyway
 
 
@@ -142,9 +143,10 @@ def _parse_row(line: str, where: str) -> Prompt:
     try:
         row = load_strict(line)
     except ValueError as error:
-        raise BadConfig(f"{where} is not JSON: {error}") from error
+        raise BadConfig(f"{where} is not JSON: {error}", fix=_ROW_FORM) from error
     if not isinstance(row, dict):
-        raise BadConfig(f"{where} is {type(row).__name__}; a JSON object is wanted")
+        found = type(row).__name__
+        raise BadConfig(f"{where} is {found}; a JSON object is wanted", fix=_ROW_FORM)
     row.pop(_ROW_LABEL, None)
     text, ids = row.pop("prompt", None), row.pop("input_ids", None)
     if ids is not None:  # input_ids win when both are there, as they do in trtllm-bench

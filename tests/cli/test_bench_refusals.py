@@ -62,10 +62,16 @@ def test_more_prompts_than_memory_holds_are_refused_at_once(llmctl, engines):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"input_ids": [5]}, "row 0 of DATA has no output_tokens"),
+        ({"input_ids": [5]}, "row 0 of DATA: it has no output_tokens"),
+        ({"input_ids": [5], "output_tokens": -2}, "row 0 of DATA: max_tokens is -2"),
+        ({"input_ids": [], "output_tokens": 2}, "row 0 of DATA: input_token_ids is empty"),
+        ({"input_ids": [5], "output_tokens": 2, "seed": -4}, "row 0 of DATA: seed is -4"),
         ({"input_ids": [99999], "output_tokens": 2}, "row 0 has token id 99999"),
         ({"input_ids": [5] * 600, "output_tokens": 2}, "row 0 has 600 prompt tokens"),
-        ({"input_ids": [5], "output_tokens": 2, "stop_words": ["a"]}, "has stop_words"),
+        (
+            {"input_ids": [5], "output_tokens": 2, "stop_words": ["a"]},
+            "row 0 of DATA: it has stop_words",
+        ),
     ],
 )
 def test_a_bad_row_is_named(llmctl, engines, tmp_path, row, said):

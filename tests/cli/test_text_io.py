@@ -74,6 +74,7 @@ def test_a_bad_jsonl_row_is_named_by_file_and_line(tmp_path, line, words):
     with pytest.raises(BadConfig, match=words) as caught:
         read_prompts(path)
     assert f"{path}, line 2" in str(caught.value)
+    assert ("jq -c" in caught.value.fix) == (line in ("{", "[1]"))
 
 
 def test_unusable_files_are_named(tmp_path):
