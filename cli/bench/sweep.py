@@ -56,10 +56,12 @@ def parse_sweep(given: Mapping[str, Any]) -> Sweep:
             f"{TREES} is about the trees of a draft engine, and there is none",
             fix="add --draft-engine DIR",
         )
+    if given["draft_tree"] is not None:
+        raise BadConfig(
+            f"{option} and --draft-tree are both given", fix=f"{TREES} takes the trees to measure"
+        )
     found: dict[str, DraftMethod] = {}
     for text in [] if trees is None else trees.split(";"):
-        if given["draft_tree"] is not None:
-            raise BadConfig(f"{TREES} and --draft-tree are both given")
         tree = parse_tree(text)
         method = parse_method({**given, "draft_tree": str(tree)}, tree.nodes, is_adaptive=False)
         found[str(tree)] = method

@@ -204,6 +204,7 @@ def test_a_sweep_measures_trees_beside_lengths(bench, engines, tmp_path):
         (["--sweep-draft-len", "1..3", "--synthetic-acceptance", 2], "BadConfig", "3 rates"),
         (["--sweep-draft-tree", "1,2"], "BadConfig", "depth,branch,nodes"),
         (["--sweep-draft-tree", "1,2,2", "--draft-tree", "1,2,2"], "BadConfig", "both given"),
+        (["--sweep-draft-len", "1..2", "--draft-tree", "1,2,2"], "BadConfig", "both given"),
         (["--sweep-draft-tree", "1,2,2", "--draft-len", 2], "BadConfig", "both given"),
         (["--sweep-draft-tree", "2,2,5"], "PairMismatch", "max_draft_len 4"),
         (["--sweep-draft-tree", "1,2,2;2,2,4"], "PairMismatch", "2,2,4 needs 2 tokens"),
