@@ -57,6 +57,10 @@ def require_file(path: Path) -> None:
 def config_path(folder: Path) -> Path:
     """The config.json of an engine directory. Raises EngineNotFound where there is none,
     CorruptEngine where it is no file."""
+    if folder.is_file():
+        raise EngineNotFound(
+            f"{folder} is a file; an engine directory is wanted", fix=f"give {folder.parent}"
+        )
     path = folder / CONFIG_FILE
     require_file(path)
     if not path.is_file():

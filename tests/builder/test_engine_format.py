@@ -104,6 +104,9 @@ def test_a_missing_engine_is_named(tmp_path: Path, engine: Path, save, new_model
         read_engine_config(tmp_path / "nowhere")
     with pytest.raises(EngineNotFound, match="checkpoint folder"):
         read_engine_config(save(new_model("llama"), "plain"))
+    with pytest.raises(EngineNotFound, match="is a file; an engine directory") as caught:
+        read_engine_config(engine / "config.json")
+    assert caught.value.fix == f"give {engine}"
     (engine / "rank0.engine").unlink()
     with pytest.raises(EngineNotFound, match="rank0.engine"):
         open_engine(engine)
