@@ -148,7 +148,7 @@ def _run_with_progress(plan: QuantizePlan) -> QuantizeResult:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    from llmctl.quantize.memory import available_memory_bytes
+    from llmctl.plugins.backends.host_memory import free_memory_bytes
     from llmctl.quantize.quantizer import run_quantization
 
     console = Console(stderr=True, highlight=False)
@@ -161,7 +161,7 @@ def _run_with_progress(plan: QuantizePlan) -> QuantizeResult:
     )
     console.print(
         f"needs about {plan.peak_memory_bytes / 1e9:.2f} GB of memory "
-        f"({available_memory_bytes() / 1e9:.1f} GB available) and "
+        f"({free_memory_bytes() / 1e9:.1f} GB available) and "
         f"{plan.output_bytes / 1e9:.3g} GB of disk",
         soft_wrap=True,
     )

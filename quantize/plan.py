@@ -21,13 +21,13 @@ from llmctl.errors import (
     TokenizerError,
     Unsupported,
 )
+from llmctl.plugins.backends.host_memory import free_memory_bytes
 from llmctl.plugins.schemes.scheme import QuantizedScheme
 from llmctl.publish import require_place, require_space
 from llmctl.quantize import calibration
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint
 from llmctl.quantize.families import EMBEDDING, FINAL_NORM, HEAD, Model, layer_prefix, read_model
 from llmctl.quantize.format import KV_CACHE_DTYPES, find_scheme, has_file
-from llmctl.quantize.memory import available_memory_bytes
 from llmctl.quantize.schemes.table import WRITERS
 from llmctl.quantize.writer import ShardPlan, TensorPlan, plan_shards
 
@@ -154,7 +154,7 @@ def plan_quantization(options: QuantizeOptions) -> QuantizePlan:
     plan = QuantizePlan(options, checkpoint, model, scheme, dtype, row_length, shards, peak)
     require_place(options.output_dir)
     require_space(options.output_dir, plan.output_bytes)
-    available = available_memory_bytes()
+    available = free_memory_bytes()
     if peak > available:
         raise OutOfMemory(
             f"quantizing needs about {peak / 1e9:.1f} GB, {available / 1e9:.1f} GB are available",

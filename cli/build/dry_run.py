@@ -95,7 +95,7 @@ def choose_memory(
 def _host_memory() -> Memory:
     import os
 
-    from llmctl.runtime.engines.memory_plan import free_memory_bytes
+    from llmctl.plugins.backends.host_memory import free_memory_bytes
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Memory("this machine", total, free_memory_bytes(), None)

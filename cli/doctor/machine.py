@@ -31,7 +31,7 @@ PACKAGES = (
 def describe_machine() -> dict[str, Any]:
     """Processor, memory and disk; sizes in bytes."""
     from llmctl.cli.bench.hardware import processor_name
-    from llmctl.runtime.engines.memory_plan import free_memory_bytes
+    from llmctl.plugins.backends.host_memory import free_memory_bytes
 
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

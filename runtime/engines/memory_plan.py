@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 from llmctl.errors import BadConfig, OutOfMemory
+from llmctl.plugins.backends.host_memory import free_memory_bytes
 from llmctl.runtime.kv_cache import AttentionWindow
 
 DEFAULT_FREE_FRACTION = 0.5  # of the memory that is free now; a CPU shares it with everything else
@@ -39,17 +39,6 @@ class KvCachePlan:
     def total_bytes(self) -> int:
         """Bytes of all caches."""
         return self.num_blocks * self.bytes_per_block
-
-
-def free_memory_bytes() -> int:
-    """Memory that the kernel reports as available without swapping (MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OutOfMemory(
-        "/proc/meminfo has no MemAvailable line, which says what memory is left",
-        fix="use a system whose kernel writes that line: Linux 3.14 and later",
-    )
 
 
 def plan_kv_cache(

@@ -14,8 +14,8 @@ import torch
 
 from llmctl.builder.engine_format import Plan, open_engine
 from llmctl.errors import OutOfMemory
+from llmctl.plugins.backends.host_memory import free_memory_bytes
 from llmctl.plugins.ops.rope_kv_write.table import fill_rotary_table
-from llmctl.runtime.engines.memory_plan import free_memory_bytes
 
 
 def fill_rotary_tables(plan: Plan, weights: Mapping[str, torch.Tensor]) -> None:

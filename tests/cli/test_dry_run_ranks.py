@@ -112,7 +112,7 @@ def test_ranks_that_do_not_fit_together_do_not_fit(planned, config_only, monkeyp
     options = ("--backend", "cpu", "--max-seq-len", 512, "--tp-size", 4)
     found, _ = planned(config_only("tiny"), *options)
     room = found["memory"]["needed_bytes"] // 2
-    monkeypatch.setattr("llmctl.runtime.engines.memory_plan.free_memory_bytes", lambda: room)
+    monkeypatch.setattr("llmctl.plugins.backends.host_memory.free_memory_bytes", lambda: room)
     plan, code = planned(config_only("tiny"), *options)
     assert code == 3 and plan["memory"]["fits"] is False
     assert plan["memory"]["weight_bytes"] < room

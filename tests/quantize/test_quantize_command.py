@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from llmctl import errors
 from llmctl.cli.quantize import parse_size, quantize
 from llmctl.quantize.checkpoint import Checkpoint
-from llmctl.quantize.memory import available_memory_bytes
 from llmctl.quantize.quantizer import run_quantization
 from llmctl.quantize.writer import ShardWriter
 
@@ -61,19 +60,6 @@ def test_two_runs_into_one_folder_leave_one_whole_result(
         run_quantization(first)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert len(Checkpoint.open(tmp_path / "out").tensors) == second.num_tensors
-
-
-def test_available_memory_is_the_lesser_of_machine_and_control_group(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
-    group = tmp_path / "cgroup"
-    assert available_memory_bytes(tmp_path / "meminfo", group) == 8_192_000
-    group.mkdir()
-    (group / "memory.max").write_text("max\n")
-    assert available_memory_bytes(tmp_path / "meminfo", group) == 8_192_000
-    (group / "memory.max").write_text("3000000\n")
-    (group / "memory.current").write_text("2000000\n")
-    (group / "memory.stat").write_text("active_file 1\ninactive_file 500000\n")
-    assert available_memory_bytes(tmp_path / "meminfo", group) == 1_500_000
 
 
 MEMORY_SCRIPT = """

@@ -57,7 +57,7 @@ def test_too_little_memory_or_disk_is_said_before_the_start(
     qformat: str,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(plan_module, "available_memory_bytes", lambda: 1000)
+        patch.setattr(plan_module, "free_memory_bytes", lambda: 1000)
         with pytest.raises(errors.OutOfMemory, match="GB are available"):
             plan_tiny(checkpoints(), tmp_path / "out", qformat=qformat)
     asked: list[int] = []
