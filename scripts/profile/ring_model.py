@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from bisect import bisect
 from collections.abc import Iterator
+from itertools import accumulate
 
 SHAPES = {  # weight rows and K of the four products, and weight rows of a group
     "1b": ((3072, 2048, 16), (2048, 2048, 16), (16384, 2048, 16), (2048, 8192, 8)),
@@ -31,13 +33,15 @@ class AnotherTurn(Exception):
 
 
 class Barrier:
-    """Phases that are complete, of `count` arrivals each."""
+    """Phases that are complete, of `count` arrivals each. All arrivals anywhere are counted in
+    `tally[0]`."""
 
-    def __init__(self, count: int = 1) -> None:
-        self.count, self.arrived, self.phases = count, 0, 0
+    def __init__(self, tally: list[int], count: int = 1) -> None:
+        self.tally, self.count, self.arrived, self.phases = tally, count, 0, 0
 
     def arrive(self) -> None:
         """The last one completes a phase."""
+        self.tally[0] += 1
         self.arrived += 1
         if self.arrived == self.count:
             self.arrived, self.phases = 0, self.phases + 1
@@ -69,12 +73,13 @@ class Block:
         """`ahead`: units that a team takes out of the ring before a product's tokens are there."""
         self.units, self.held, self.full_alone = units, held, full_alone
         self.stages, self.pace, self.ahead = stages, pace, ahead
-        self.full = [[Barrier() for _ in range(CHUNKS)] for _ in range(stages)]
-        self.empty = [Barrier() for _ in range(stages)]
+        self.tally = tally = [0]
+        self.full = [[Barrier(tally) for _ in range(CHUNKS)] for _ in range(stages)]
+        self.empty = [Barrier(tally) for _ in range(stages)]
         self.there: dict[tuple[int, int], int] = {}  # which unit's chunk a slot has
         self.under_way: list[tuple[int, int]] = []
-        self.meeting, self.done = Barrier(2), Barrier(3)
-        self.tokens, self.sums = Barrier(3), Barrier(3)
+        self.meeting, self.done = Barrier(tally, 2), Barrier(tally, 3)
+        self.tokens, self.sums = Barrier(tally, 3), Barrier(tally, 3)
 
     def copy(self, chunk: int) -> Iterator[None]:
         """A warp of copy.cuh."""
@@ -141,25 +146,22 @@ class Block:
         actors = [self.copy(chunk) for chunk in range(CHUNKS)]
         actors += [self.multiply(team) for team in range(2)] + [self.hold()] * (self.held > 0)
         speeds = [rng.choice((1, 1, 1, 5, 20)) for _ in actors]
+        limits = list(accumulate(speeds))
         quiet, last = 0, -1
         while actors:
-            at = rng.choices(range(len(actors)), speeds)[0]
+            at = bisect(limits, rng.random() * limits[-1])
             if next(actors[at], self) is self:
                 del actors[at], speeds[at]
+                limits = list(accumulate(speeds))
             if self.under_way and rng.random() < 0.3:
                 number, chunk = self.under_way.pop(rng.randrange(min(len(self.under_way), 6)))
                 self.there[number % self.stages, chunk] = number
                 self.full[number % self.stages][chunk].arrive()
-            events = len(actors) + self._events()
+            events = len(actors) + 100 * self.tally[0] + len(self.under_way)
             quiet, last = (quiet + 1, last) if events == last else (0, events)
             if quiet > STUCK and not self.under_way:
                 return False
         return True
-
-    def _events(self) -> int:
-        meetings = (self.meeting, self.done, self.tokens, self.sums)
-        barriers = [*sum(self.full, []), *self.empty, *meetings]
-        return sum(100 * (b.count * b.phases + b.arrived) for b in barriers) + len(self.under_way)
 
 
 def shares(shape: tuple[tuple[int, int, int], ...]) -> list[tuple[int, ...]]:
