@@ -99,9 +99,10 @@ class Fleet:
         self.lengths.plan(self.sequences)
         wanted = [self.lengths.of(sequence) for sequence in self.sequences]
         lag, commits = 0, []
+        draws = iter(self.chance.random(sum(wanted)).tolist())
         for sequence, share, length in zip(self.sequences, self.shares, wanted, strict=True):
-            is_right = self.chance.random(length) < share
-            accepted = int(np.cumprod(is_right).sum())
+            own = [next(draws) for _ in range(length)]
+            accepted = next((place for place, draw in enumerate(own) if draw >= share), length)
             if length:
                 lag += max(0, len(sequence.tokens) - 2 - sequence.kv_lens[DRAFT_GROUP])
                 sequence.kv_lens[DRAFT_GROUP] = len(sequence.tokens) + min(accepted, length - 1)
