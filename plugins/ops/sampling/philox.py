@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)  # key steps: golden ratio, sqrt(3) - 1
+_AS_INTEGERS = [int(n) for n in _MULTIPLIERS[:, 0]], [int(n) for n in _WEYL[:, 0]]
 _NUM_ROUNDS = 10
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _STEPS = np.arange(_NUM_ROUNDS, dtype=np.uint64)[:, None, None] * _WEYL
+_FEW = 12  # ids of all draws; up to here Python's integers are faster than numpy's calls
 _SMALL_DRAW = 512  # ids; below this a draw costs numpy calls, not arithmetic, so draws are joined
 
 
@@ -43,8 +45,23 @@ def philox_words(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArra
     return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
+def block_words(block: int, draw: Draw) -> tuple[int, int, int, int]:
+    """The four words of one block of a draw, as `philox_words` gives them."""
+    multipliers, steps = _AS_INTEGERS
+    a, b, c, d = block, draw.position, draw.stream, 0
+    low, high = draw.seed & 0xFFFFFFFF, (draw.seed >> 32) & 0xFFFFFFFF
+    for _ in range(_NUM_ROUNDS):
+        first, second = a * multipliers[0], c * multipliers[1]
+        a, b = (second >> 32) ^ b ^ low, second & 0xFFFFFFFF
+        c, d = (first >> 32) ^ d ^ high, first & 0xFFFFFFFF
+        low, high = (low + steps[0]) & 0xFFFFFFFF, (high + steps[1]) & 0xFFFFFFFF
+    return a, b, c, d
+
+
 def uniforms(draws: Sequence[Draw]) -> list[NDArray[np.float64]]:
     """For each draw, one value in (0, 1) per id. Word id % 4 of block id // 4 belongs to an id."""
+    if sum(len(draw.ids) for draw in draws) <= _FEW:
+        return [np.array([_fraction_of(draw, id_) for id_ in draw.ids.tolist()]) for draw in draws]
     small = [index for index, draw in enumerate(draws) if len(draw.ids) < _SMALL_DRAW]
     results: list[NDArray[np.float64]] = [_EMPTY] * len(draws)
     if small:
@@ -89,6 +106,10 @@ def _words_of_range(draw: Draw) -> NDArray[np.uint64]:
     counter[1:] = np.array([[draw.position], [draw.stream], [0]], np.uint64)
     key = np.array([[draw.seed & 0xFFFFFFFF], [draw.seed >> 32]], np.uint64)
     return philox_words(counter, key).T.reshape(-1)
+
+
+def _fraction_of(draw: Draw, id_: int) -> float:
+    return (block_words(id_ >> 2, draw)[id_ & 3] + 0.5) * 2.0**-32
 
 
 def _fraction(words: NDArray[np.uint64]) -> NDArray[np.float64]:
