@@ -51,7 +51,12 @@ def positive(option: str, name: str, value: object) -> int:
     return value
 
 
-def require_equal_length(option: str, found: int, draft_len: int | None) -> None:
-    """Raises BadConfig if --draft-len is given with a different value."""
+def require_equal_length(
+    option: str, found: int, draft_len: int | None, other: str = "--draft-len"
+) -> None:
+    """Raises BadConfig if the other option is given with a different length."""
     if draft_len is not None and draft_len != found:
-        raise BadConfig(f"{option} says draft_len {found}, --draft-len says {draft_len}")
+        raise BadConfig(
+            f"{option} says draft_len {found}, {other} says {draft_len}",
+            fix="give one length, or the same in both",
+        )

@@ -74,7 +74,7 @@ def test_options_become_one_method(arguments, wanted):
         ((DRAFT, "[4,[0],[0],0]", None, None), "use_logits"),
         ((DRAFT, "[4,0,[0],False]", None, None), "devices"),
         ((DRAFT, "[4,[0],[0],False]", 5, None), "--draft-len says 5"),
-        ((DRAFT, "[4,[0],[0],False]", None, None, None, "5,3,16"), "--draft-len says 4"),
+        ((DRAFT, "[4,[0],[0],False]", None, None, None, "5,3,16"), "target-model-config says 4"),
         ((DRAFT, "[16,[0],[0],True]", None, None, None, "5,3,16"), "accepted by tokens"),
         ((DRAFT, None, 4, None, None, "5,3,16"), "--draft-tree 5,3,16 says draft_len 16"),
         ((DRAFT, None, None, None, None, "5,3"), "depth,branch,nodes"),

@@ -49,7 +49,7 @@ def _make(values: Mapping[str, Any], draft_len: int | None) -> DraftEngine | Non
     count = positive(_CONFIG, "draft_len", found[0])
     require_equal_length(_CONFIG, count, draft_len)
     if tree is not None:
-        require_equal_length(f"{TREE} {tree}", tree.nodes, count)
+        require_equal_length(f"{TREE} {tree}", tree.nodes, count, _CONFIG)
         if use_logits:
             raise BadConfig(
                 f"{_CONFIG} has use_logits True; the drafts of a tree are accepted by tokens",
