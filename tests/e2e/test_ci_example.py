@@ -22,7 +22,7 @@ def pipeline(demo: DemoPair, repository: Path, tmp_path: Path):
     output = tmp_path / "out"
     output.mkdir()
     for role in ROLES:
-        (output / f"{role}-fp8").symlink_to(demo.quantized(role))
+        (output / f"{role}-fp8").symlink_to(demo.quantized("whole" if role == "target" else role))
     program = tmp_path / "llmctl"
     program.write_text(f'#!/bin/sh\nexec {shlex.join(demo.program.command)} "$@"\n')
     program.chmod(0o755)

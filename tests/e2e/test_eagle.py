@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.e2e import DemoPair, Outputs, cancel_some, float_target, known_texts, run_all
-from support.eagle import fit_head
+from support.eagle import DEMO_SHAPE, fit_head
 from support.fake_device_runs import accepted_by_host, never_need_the_host, rounds_on_device
 
 from llmctl.builder.engine_format import parse_choices
@@ -26,6 +26,7 @@ from llmctl.runtime.request import Request, SamplingConfig
 
 Opened = Callable[..., AbstractContextManager[Executor]]
 
+SHAPE = replace(DEMO_SHAPE, taps=(0, 2, 3))
 DRAFT_LEN = 5
 DRAFTING = Eagle(DRAFT_LEN)
 CHOICES = parse_choices("[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,0,0,0],[1,0,0]]")
@@ -39,14 +40,12 @@ def engine(
     demo: DemoPair,
     requests: list[Request],
     plain: Outputs,
-    repository: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """With a head that knows what comes of the requests."""
     folder = tmp_path_factory.mktemp("eagle")
-    fit_head(float_target(repository), known_texts(requests, plain)).write(
-        folder / "head", "demo-target"
-    )
+    model = float_target(demo.checkpoint("target"))
+    fit_head(model, known_texts(requests, plain), SHAPE).write(folder / "head", "demo-target")
     for name, rows in (("engine", 3), ("narrow", 1)):
         demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
                     "--output-dir", folder / name, "--max-batch-size", 16, "--max-seq-len", 1024,

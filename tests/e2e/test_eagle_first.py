@@ -33,12 +33,13 @@ def engine(
     demo: DemoPair,
     requests: list[Request],
     plain: Outputs,
-    repository: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """With a head that knows what comes of the requests."""
     folder = tmp_path_factory.mktemp("eagle-1")
-    head = fit_first_head(float_target(repository), known_texts(requests, plain), **SIZES)
+    head = fit_first_head(
+        float_target(demo.checkpoint("target")), known_texts(requests, plain), **SIZES
+    )
     save_head(folder / "head", head.tensors(), **SIZES, draft_vocab_size=None)
     demo.llmctl("build", "--backend", "cpu", "--checkpoint-dir", demo.quantized("target"),
                 "--output-dir", folder / "engine", "--max-batch-size", 16, "--max-seq-len", 1024,

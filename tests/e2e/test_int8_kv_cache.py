@@ -19,7 +19,7 @@ from llmctl.runtime.request import Request, SamplingConfig
 def engine(demo: DemoPair) -> Path:
     """The demo target with FP8 weights and INT8 keys and values."""
     checkpoint, path = demo.folder / "target-int8-checkpoint", demo.folder / "target-int8"
-    folders = ["--model-dir", demo.examples / "demo-target", "--output-dir", checkpoint]
+    folders = ["--model-dir", demo.checkpoint("target"), "--output-dir", checkpoint]
     demo.llmctl("quantize", *folders, "--qformat", "fp8", "--kv-cache-dtype", "int8",
                 "--calib-size", 8, "--calib-max-seq-length", 64)  # fmt: skip
     folders = ["--checkpoint-dir", checkpoint, "--output-dir", path]

@@ -16,7 +16,14 @@ from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 
-ENGINE = "target-fp8-medusa"
+ENGINE = "whole-fp8-medusa"  # heads know more of what the whole target writes
+
+
+@pytest.fixture(scope="module")
+def plain(demo: DemoPair, requests: list[Request]) -> Outputs:
+    """What that target writes without heads, each request alone."""
+    with demo.executor("whole-fp8", enable_block_reuse=False) as executor:
+        return [run_all(executor, [request])[0] for request in requests]
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -57,7 +64,7 @@ def test_how_much_is_drafted_follows_costs_unless_it_is_asked_for(
 
 def test_narrow_windows_change_no_token(demo: DemoPair, requests: list[Request]) -> None:
     options = {"windows": WindowOptions((40,), 4), "enable_block_reuse": False}
-    with demo.executor("target-fp8", **options) as executor:
+    with demo.executor("whole-fp8", **options) as executor:
         wanted = run_all(executor, requests[:12])
     with demo.executor(ENGINE, "medusa", **options) as executor:
         assert run_all(executor, requests[:12]) == wanted
@@ -117,7 +124,7 @@ def test_from_the_command_line(demo: DemoPair) -> None:
     ):
         done = run("--engine_dir", folder, *options)
         assert done.returncode in (1, 2) and found in done.stderr, done.stderr
-    done = run("--engine_dir", str(demo.engine("target-fp8")), "--medusa_choices", "auto")
+    done = run("--engine_dir", str(demo.engine("whole-fp8")), "--medusa_choices", "auto")
     assert done.returncode == 1 and "no Medusa heads" in done.stderr
     done = run("--engine_dir", folder, "--medusa_choices", "mc_sim_7b_63", "--draft-len", "9")
     assert done.returncode == 0, done.stderr

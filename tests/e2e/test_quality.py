@@ -54,7 +54,7 @@ def gap(model: PreTrainedModel, context: list[int], a: int, b: int) -> float:
     # A tie is a divergence where transformers' own two logits are closer than the dtype resolves:
     # logits are up to about 30 in size, float32 keeps 2e-6 of that, bfloat16 0.1.
     ("engine", "tie", "most_ties"),
-    [("target-float32", 1e-4, 1), ("target-bfloat16", 0.15, 8)],
+    [("whole-float32", 1e-4, 1), ("whole-bfloat16", 0.15, 8)],
 )
 def test_greedy_text_equals_transformers(
     demo: DemoPair,
@@ -89,7 +89,7 @@ def test_fp8_perplexity_is_within_one_percent_of_bfloat16(
         total, count = losses(engine_logits(demo.engine(engine)), rows, torch.device("cpu"))
         return math.exp(total / count)
 
-    bfloat16, fp8 = perplexity("target-bfloat16"), perplexity("target-fp8")
+    bfloat16, fp8 = perplexity("whole-bfloat16"), perplexity("whole-fp8")
     print(f"held-out perplexity: bfloat16 {bfloat16:.4f}, fp8 {fp8:.4f}")
     assert 1.5 < bfloat16 < 20  # a model that learned something, measured without leaks
     assert abs(fp8 / bfloat16 - 1) < 0.01
@@ -98,7 +98,7 @@ def test_fp8_perplexity_is_within_one_percent_of_bfloat16(
 def test_the_fp8_draft_is_accepted_often_enough(demo: DemoPair, held_out_ids: list[int]) -> None:
     starts = np.linspace(0, len(held_out_ids) - 128, 64).astype(int)
     long = [tuple(held_out_ids[start : start + 128]) for start in starts]
-    with demo.executor("target-fp8", "draft-fp8") as executor:
+    with demo.executor("whole-fp8", "draft-fp8") as executor:
         run_all(executor, [Request(prompt, 64) for prompt in long])
         stats = executor.get_speculation_stats()
     print(f"acceptance {stats.acceptance_rate:.3f}, {stats.acceptance_length:.2f} tokens a round")

@@ -42,7 +42,6 @@ def engine(
     demo: DemoPair,
     requests: list[Request],
     plain: Outputs,
-    repository: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """With a head that knows what comes of the requests."""
@@ -51,7 +50,9 @@ def engine(
         [*request.input_token_ids[-32:], *output[0]]
         for request, output in zip(requests, plain, strict=True)
     ]
-    head = save_head(folder / "head", fit_head(float_target(repository), texts, 4096))
+    head = save_head(
+        folder / "head", fit_head(float_target(demo.checkpoint("target")), texts, 4096)
+    )
     return build(demo, head, folder / "engine", NUM_BEAMS, TREE_LEN // NUM_BEAMS)
 
 

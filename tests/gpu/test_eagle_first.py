@@ -57,7 +57,9 @@ def test_a_head_that_knows_the_text_changes_no_token(
 ) -> None:
     """Chains on the device, then trees that the host grows."""
     plain: Outputs = plain_texts(build(None), requests)
-    head = fit_first_head(float_target(repository), known_texts(requests, plain), **SIZES)
+    head = fit_first_head(
+        float_target(repository / "examples/demo-target"), known_texts(requests, plain), **SIZES
+    )
     engine = build(save_head(tmp_path, head.tensors(), **SIZES, draft_vocab_size=None))
     for method in (Eagle(5), Eagle(num_offers=3)):
         stats = run_in_every_company(engine, method, requests, plain)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import random
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
@@ -27,6 +31,9 @@ from support.medusa import fit_heads, save_heads
 
 DRAFT_LEN = 4
 TREE_LEN = 15
+# Of the demo target's eight: four that leave its text varied, and of whose tokens the demo draft
+# knows two fifths.
+LAYERS = (0, 3, 5, 7)
 Outputs = list[list[tuple[int, ...]]]  # per request, per returned sequence
 PromptMaker = Callable[[int], list[tuple[int, ...]]]
 KINDS = (  # of requests beside heads
@@ -47,7 +54,10 @@ def llmctl(*arguments: object) -> None:
 @dataclass(frozen=True)
 class DemoPair:
     """Checkpoints and engines by name: target-float32, target-bfloat16, target-fp8, draft-fp8,
-    target-fp8-medusa (with Medusa heads), target-fp8-tp2, target-fp8-tp2-invariant (two ranks)."""
+    target-fp8-medusa (with Medusa heads), target-fp8-tp2, target-fp8-tp2-invariant (two ranks).
+
+    The target is four layers of the demo target, whose step takes little more than half of its
+    time; `whole` instead of `target` is all of it."""
 
     folder: Path
     examples: Path
@@ -77,13 +87,13 @@ class DemoPair:
     def _build(self, name: str, path: Path) -> None:
         role, dtype, *others = name.split("-")
         heads = "medusa" in others
-        checkpoint = self.examples / f"demo-{role}"
+        checkpoint = self.checkpoint(role)
         options: list[object] = ["--max-batch-size", 16, "--max-seq-len", 1024]
-        if role == "target":
+        if role != "draft":
             mode = "medusa" if heads else "draft_tokens_external"
             options += ["--speculative-decoding-mode", mode]
             options += ["--max-draft-len", TREE_LEN if heads else DRAFT_LEN]
-            options += ["--draft-model-dir", self.medusa_heads()] if heads else []
+            options += ["--draft-model-dir", self.medusa_heads(role)] if heads else []
         if dtype == "fp8":
             checkpoint = self.quantized(role)
         else:
@@ -93,29 +103,36 @@ class DemoPair:
         limits = ["--checkpoint-dir", checkpoint, "--output-dir", path, *options]
         self.llmctl("build", "--backend", "cpu", *limits)
 
+    def checkpoint(self, role: str) -> Path:
+        """What an engine of that role is built from."""
+        if role != "target":
+            return self.examples / ("demo-target" if role == "whole" else f"demo-{role}")
+        with self._making("target-checkpoint") as path:
+            if not path.exists():
+                keep_layers(self.examples / "demo-target", path, LAYERS)
+        return path
+
     def quantized(self, role: str) -> Path:
         """The FP8 checkpoint with FP8 KV scales, calibrated on a little of the default text: a CPU
         without AVX-512 takes seconds for a thousand tokens."""
         with self._making(f"{role}-fp8-checkpoint") as path:
             if not path.exists():
-                folders = ["--model-dir", self.examples / f"demo-{role}", "--output-dir", path]
+                folders = ["--model-dir", self.checkpoint(role), "--output-dir", path]
                 self.llmctl("quantize", *folders, "--qformat", "fp8", "--kv-cache-dtype", "fp8",
                             "--calib-size", 8, "--calib-max-seq-length", 64)  # fmt: skip
         return path
 
-    def medusa_heads(self) -> Path:
-        """Four heads that know a little of the held-out text."""
+    def medusa_heads(self, role: str) -> Path:
+        """Four heads of a target that know a little of the held-out text."""
         from tokenizers import Tokenizer
-        from transformers import AutoModelForCausalLM
 
-        with self._making("medusa-heads") as path:
+        with self._making(f"{role}-medusa-heads") as path:
             if not path.exists():
-                checkpoint = self.examples / "demo-target"
+                checkpoint = self.checkpoint(role)
                 tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
                 text = (self.examples / "heldout.txt").read_text()
                 ids = tokenizer.encode(text, add_special_tokens=False).ids[:4096]
-                model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-                save_heads(path, fit_heads(model.eval(), ids, 4, 4096))
+                save_heads(path, fit_heads(float_target(checkpoint), ids, 4, 4096))
         return path
 
     @contextmanager
@@ -156,12 +173,29 @@ def cancel_some(
         assert is_gone or found == wanted[0]
 
 
-def float_target(repository: Path) -> Any:
-    """The demo target as transformers has it, in float32."""
+def keep_layers(checkpoint: Path, output: Path, layers: Sequence[int]) -> None:
+    """Write a checkpoint that has only these of the layers."""
+    shutil.copytree(checkpoint, output)
+    (weights, config) = (output / name for name in ("model.safetensors", "config.json"))
+    names = {f"model.layers.{old}.": f"model.layers.{new}." for new, old in enumerate(layers)}
+    kept = {}
+    for name, tensor in load_file(weights).items():
+        found = re.match(r"model\.layers\.\d+\.", name)
+        if found is None:
+            kept[name] = tensor
+        elif found[0] in names:
+            kept[names[found[0]] + name[found.end() :]] = tensor
+    save_file(kept, weights, {"format": "pt"})
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": len(layers)})
+    )
+
+
+def float_target(checkpoint: Path) -> Any:
+    """A target as transformers has it, in float32."""
     from transformers import AutoModelForCausalLM  # seconds that other tests need not wait
 
-    folder = repository / "examples/demo-target"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
 def known_texts(requests: list[Request], plain: Outputs) -> list[tuple[list[int], list[int]]]:
