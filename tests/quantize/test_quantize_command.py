@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from support.forked_program import ForkedProgram
 from typer.testing import CliRunner
 
 from llmctl import errors
@@ -62,20 +63,6 @@ def test_two_runs_into_one_folder_leave_one_whole_result(
     assert len(Checkpoint.open(tmp_path / "out").tensors) == second.num_tensors
 
 
-MEMORY_SCRIPT = """
-import json, resource, sys
-from pathlib import Path
-from llmctl.quantize.plan import QuantizeOptions, plan_quantization
-from llmctl.quantize.quantizer import run_quantization
-
-for source in sys.argv[1:]:
-    options = QuantizeOptions(
-        Path(source), Path(source + "-out"), calib_size=2, calib_max_seq_length=32, device="cpu"
-    )
-    print(run_quantization(plan_quantization(options)).peak_memory_bytes)
-"""
-
-
 def write_wide_model(folder: Path, small: Path, num_layers: int) -> int:
     """A Llama of width 768 whose layers repeat the same random weights; bytes of one layer."""
     from llmctl.quantize.writer import TensorPlan, plan_shards
@@ -103,13 +90,25 @@ def write_wide_model(folder: Path, small: Path, num_layers: int) -> int:
 
 
 def test_peak_memory_grows_with_a_layer_and_not_with_the_model(
-    checkpoints: Callable[..., Path], tmp_path: Path
+    checkpoints: Callable[..., Path], tmp_path: Path, forked_program: ForkedProgram
 ) -> None:
     layer_bytes = write_wide_model(tmp_path / "short", checkpoints(), 2)
     write_wide_model(tmp_path / "deep", checkpoints(), 10)
-    command = [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path / "short"), str(tmp_path / "deep")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    short, deep = map(int, done.stdout.split())
+
+    def peak_bytes(name: str) -> int:
+        """Of a process that begins with all imports done."""
+        options = ["--calib-size", "2", "--calib-max-seq-length", "32", "--device", "cpu", "--json"]
+        folder, output = str(tmp_path / name), str(tmp_path / f"{name}-out")
+        command = [*forked_program.command, "quantize", "--model-dir", folder]
+        command += ["--output-dir", output, *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return int(json.loads(done.stdout)["peak_memory_bytes"])
+
+    short, deep = peak_bytes("short"), peak_bytes("deep")
+    print(
+        f"peak memory {short / 1e6:.0f} and {deep / 1e6:.0f} MB, layers of {layer_bytes / 1e6:.0f}"
+    )
     # Eight more layers, 150 MB of bfloat16: fewer than three of them may be resident more. What
     # a layer leaves behind differs from run to run by up to 17 MB, one layer.
     assert deep - short < 3 * layer_bytes
