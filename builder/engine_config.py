@@ -12,6 +12,7 @@ from llmctl.builder.validation import strict_json
 from llmctl.builder.validation.config import find_wrong_field
 from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens, chosen_fp8
 from llmctl.quantize.format import not_a_file
 
 SCHEMA_VERSION = 11
@@ -41,6 +42,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Ranks that run the engine together."""
         return int(self.build_config.get("tp_size", 1))
+
+    @property
+    def has_fp8_generation(self) -> bool:
+        """Whether attention of every token has FP8 products; it has no kernels for trees then."""
+        return chosen_fp8(self.plugin_config) is Fp8Tokens.ALL
 
     def to_json(self) -> str:
         """The document as stored: strict JSON, indented for people."""

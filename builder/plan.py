@@ -11,6 +11,7 @@ from typing import Any, Literal
 from llmctl.builder.container import DTYPES
 from llmctl.builder.validation import strict_json
 from llmctl.plugins.core.fused_calls import FusedCalls
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens, fp8_tokens
 
 # "tokens": rows of the packed step; "rows": rows that get logits; "requests" and "beams": of heads
 # that compute one row for each sequence, and one for each beam of each sequence
@@ -180,9 +181,12 @@ class Plan:
         return sizes
 
     @property
-    def has_fp8_context(self) -> bool:
-        """Whether attention of prompts has FP8 products (plugins/ops/paged_attention)."""
-        return any(op.attributes.get("fp8_context", False) for op in self.ops)
+    def fp8_tokens(self) -> Fp8Tokens:
+        """Whose attention has FP8 products (plugins/ops/paged_attention)."""
+        found = [
+            kind for op in self.ops if (kind := fp8_tokens(op.attributes)) is not Fp8Tokens.NONE
+        ]
+        return found[0] if found else Fp8Tokens.NONE  # `build` has one kind in all layers
 
     @property
     def logits(self) -> str:

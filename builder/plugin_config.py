@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmctl.builder.fp8_context import OPTION
 from llmctl.builder.network import Network
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.fused.all_reduce_norm.spec import MAX_PARTS, PART
+from llmctl.plugins.ops.paged_attention.fp8_context import GENERATION, OPTION
 
 SWITCH = ("enable", "disable")
 MODEL_DTYPES = ("float16", "float32", "bfloat16")
@@ -51,6 +51,7 @@ _OWN_SUMS = (
 _NO_PIPELINE = "no rank has layers of its own"
 _SINKS = "sink tokens and windows are options of run (docs/cli.md)"
 _NO_LORA = "LoRA is not in this version"
+_NO_FP8_ATTENTION = "the cpu backend has no kernel with FP8 products for attention"
 
 OPTIONS: Mapping[str, PluginOption] = {
     option.name: option
@@ -126,10 +127,20 @@ OPTIONS: Mapping[str, PluginOption] = {
             SWITCH,
             "cuda backend: enable computes prompts' attention with FP8 products, which is faster "
             "and gives other text (docs/cuda.md); generation and the last tokens of a prompt keep "
-            "16 bits",
+            f"16 bits, unless {GENERATION} is enable",
             "it is enable or disable",
             cuda_only=("enable",),
-            elsewhere="the cpu backend has no kernel with FP8 products for attention",
+            elsewhere=_NO_FP8_ATTENTION,
+        ),
+        PluginOption(
+            GENERATION,
+            "disable",
+            SWITCH,
+            f"cuda backend: with {OPTION} enable, enable computes attention of every token with "
+            "FP8 products, so verifications in long contexts are faster, too (docs/cuda.md)",
+            "it is enable or disable",
+            cuda_only=("enable",),
+            elsewhere=_NO_FP8_ATTENTION,
         ),
         PluginOption(
             "norm_quant_fusion",

@@ -78,7 +78,7 @@ class BuildMode:
     each with a name of its own (builder/heads/graphs.py). `options` are fields of BuildRequest that
     are this mode's alone, or some modes'; `describe` says the facts to people; `module` is what
     the names of the heads' tensors begin with, in an engine; `check` is asked of engines that are
-    opened, None where there are no facts."""
+    opened, None where there are no facts. `drafts_trees`: what its engines verify is a tree."""
 
     number: int  # as config.json stores it: TensorRT-LLM's
     is_available: bool = False  # in this version
@@ -91,6 +91,7 @@ class BuildMode:
     describe: Callable[[Facts], str] = str
     module: str = ""
     check: HeadCheck | None = None
+    drafts_trees: bool = True
 
     @property
     def has_heads(self) -> bool:
@@ -100,8 +101,10 @@ class BuildMode:
 
 _HEADS = "draft_model_dir"
 SPECULATIVE_MODES: dict[str, BuildMode] = {
-    "none": BuildMode(1, is_available=True, invent=nothing_to_invent),
-    "draft_tokens_external": BuildMode(2, is_available=True, invent=nothing_to_invent),
+    "none": BuildMode(1, is_available=True, invent=nothing_to_invent, drafts_trees=False),
+    "draft_tokens_external": BuildMode(  # chains, unless a draft engine is asked for trees
+        2, is_available=True, invent=nothing_to_invent, drafts_trees=False
+    ),
     "medusa": BuildMode(
         *(4, True, prepare_medusa, record_medusa, invent_medusa),
         options=(_HEADS, "num_medusa_heads", "medusa_choices"),

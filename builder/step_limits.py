@@ -8,6 +8,7 @@ from typing import Any
 from llmctl.builder.heads.lookahead.mode import lookahead_sizes
 from llmctl.builder.plan import Plan
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
 
 
 def step_limits(plan: Plan, build: Mapping[str, Any]) -> StepLimits:
@@ -21,4 +22,5 @@ def step_limits(plan: Plan, build: Mapping[str, Any]) -> StepLimits:
         tokens_per_block=plan.kv_cache.tokens_per_block,
         kv_dtype=plan.kv_cache.dtype,
         lookahead=lookahead_sizes(build["speculative_decoding_mode"], build.get("draft_heads", {})),
+        fp8_generation=plan.fp8_tokens is Fp8Tokens.ALL,
     )

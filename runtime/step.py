@@ -30,8 +30,8 @@ class StepRunner(Protocol):
     onboards_aside: bool  # copies from host memory may be in flight while steps run
     is_asynchronous: bool  # `run` returns before the step has been computed
     takes_trees: bool  # drafts may be trees
-    # Attention of prompts has FP8 products, of so many tokens at a time (fp8_context.py); 0: 16-bit
-    # products.
+    # Attention of prompts alone has FP8 products, of so many tokens at a time (fp8_context.py); 0:
+    # all tokens have the same products.
     context_group: int
     shares_logits: bool  # ranks have parts of each row: ask for best ids where they are enough
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llmctl.builder.fp8_context import ATTRIBUTE
 from llmctl.builder.network import Network, Node
 from llmctl.builder.sources import LargestScale, RotaryTable
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
 
 # Attributes of each half, as the plugins' specs list them.
 _WRITE = ("layer", "num_heads", "num_kv_heads", "head_size", "epsilon")
@@ -19,11 +19,11 @@ def lower_attention(
     rotary: RotaryTable,
     kv_scales: Sequence[tuple[str, str]] | None,
     *,
-    fp8_context: bool = False,
+    fp8_tokens: Fp8Tokens = Fp8Tokens.NONE,
 ) -> Network:
     """Split every gpt_attention. kv_scales: (K, V) checkpoint scale names per layer, None if the
-    cache has the model dtype. A window larger than max_seq_len is full attention. fp8_context: FP8
-    products for prompts."""
+    cache has the model dtype. A window larger than max_seq_len is full attention. fp8_tokens:
+    whose attention has FP8 products."""
     lowered = network.copy()
     lowered.add_weight(ROTARY, rotary)
     for node in network.nodes:
@@ -31,8 +31,7 @@ def lower_attention(
             layer = node.attributes["layer"]
             assert isinstance(layer, int)
             names = kv_scales[layer] if kv_scales is not None else None
-            kind = {ATTRIBUTE: True} if fp8_context else {}
-            parts = _split(lowered, node, rotary.positions, names, kind)
+            parts = _split(lowered, node, rotary.positions, names, fp8_tokens.attributes)
             lowered.replace_nodes([node], parts, at=node)
     lowered.prune()
     return lowered

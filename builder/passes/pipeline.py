@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from llmctl.builder.config import BuildConfig
 from llmctl.builder.engine_format import KvCacheSpec, Plan
-from llmctl.builder.fp8_context import has_fp8_context
 from llmctl.builder.models.family import ModelConfig
 from llmctl.builder.network import Network
 from llmctl.builder.passes.attention import lower_attention
@@ -38,6 +37,7 @@ from llmctl.builder.tensorrt.pieces import Piece, cut
 from llmctl.builder.tensorrt.plugin_options import gives_gemms_to_us
 from llmctl.builder.tensorrt.whole import make_whole
 from llmctl.plugins.backends.backend import BACKENDS, Backend
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens, chosen_fp8
 
 
 def run_passes(
@@ -63,7 +63,8 @@ def run_passes(
         rope, size = (own.rope, own.head_size) if own else (model.rope, model.head_size)
         rotary = RotaryTable(rope, limits.max_seq_len, size)
         scales = None if own else kv_scales
-        able_to = _quantizing_ops(plugin_config, limits), has_fp8_context(plugin_config) and not own
+        products = Fp8Tokens.NONE if own else chosen_fp8(plugin_config)
+        able_to = _quantizing_ops(plugin_config, limits), products
         fused = _fuse(graph, rotary, *able_to, linear_scales, scales, able)
         if own is not None:
             windows = (0 if window >= limits.max_seq_len else window for window in own.windows)
@@ -106,19 +107,19 @@ def _fuse(
     recorded: Network,
     rotary: RotaryTable,
     quantizing: frozenset[str],
-    fp8_context: bool,
+    products: Fp8Tokens,
     linear_scales: Mapping[str, LinearScales],
     kv_scales: Sequence[tuple[str, str]] | None,
     able: Backend,
 ) -> Network:
-    """One graph in operators of ours. quantizing: those that may write FP8 themselves; fp8_context:
-    whether attention of prompts has FP8 products."""
+    """One graph in operators of ours. quantizing: those that may write FP8 themselves; products:
+    whose attention has FP8 products."""
     network = merge_linears(recorded)
     network = fuse_silu(network)
     network = hoist_gather(network)
     network = fuse_residual(network)
     network = quantize_linears(network, linear_scales)
-    network = lower_attention(network, rotary, kv_scales, fp8_context=fp8_context)
+    network = lower_attention(network, rotary, kv_scales, fp8_tokens=products)
     if able.gathers_fp8:
         network = quantize_before_gather(network)
     return fuse_quantize(network, quantizing)

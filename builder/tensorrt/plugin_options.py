@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmctl.builder.plugin_config import SWITCH, PluginOption
+from llmctl.plugins.ops.paged_attention.fp8_context import GENERATION, OPTION
 
 _NO_GEMM = (
     "our GEMM kernels are for compute capability 9.0, which TensorRT-RTX does not support; the "
@@ -40,7 +41,8 @@ def _common() -> tuple[PluginOption, ...]:
         _without("gemm_allreduce_plugin", "disable", _COLLECTIVE),
         _without("user_buffer", "disable", _COLLECTIVE),
         _without("pp_reduce_scatter", "disable", "no rank has layers of its own"),
-        _without("use_fp8_context_fmha", "disable", _NO_FP8_ATTENTION),
+        _without(OPTION, "disable", _NO_FP8_ATTENTION),
+        _without(GENERATION, "disable", _NO_FP8_ATTENTION),
         PluginOption(
             "norm_quant_fusion",
             "auto",

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from llmctl.builder.fp8_context import ATTRIBUTE, OPTION
 from llmctl.builder.plan import Plan, PlanTensor
 from llmctl.builder.ranks import local_kv_heads
-from llmctl.builder.speculative_modes import SPECULATIVE_MODES
+from llmctl.builder.speculative_modes import SPECULATIVE_MODES, mode_of
 from llmctl.builder.validation.errors import wrong
 from llmctl.builder.validation.strict_json import MOST
 from llmctl.plugins.backends.backend import Backend
 from llmctl.plugins.core.op_spec import FP8
+from llmctl.plugins.ops.paged_attention.fp8_context import (
+    GENERATION,
+    OPTION,
+    Fp8Tokens,
+    fp8_tokens,
+)
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
@@ -22,6 +27,7 @@ _KV_ALGOS = {FP8: "FP8", "int8": "INT8"}
 _EMBEDDINGS = ("embedding", "embedding_norm")
 _WRITES = ("rope_kv_write", "packed_linear_rope_kv")
 _MOST_SCORES = 2**62
+_ON, _OFF = "enable", "disable"  # of a plugin option
 
 
 def check_agreement(
@@ -51,8 +57,11 @@ def _limits(build: Mapping[str, Any], plan: Plan) -> Iterator[_Pair]:
     beams = build["max_batch_size"] * build.get("draft_heads", {}).get("num_beams", 0)
     yield "max_batch_size * num_beams", beams, plan.max_num_beams
     yield "max_input_len", build["max_input_len"], build["max_seq_len"]
-    has_drafts = build["speculative_decoding_mode"] != SPECULATIVE_MODES["none"].number
+    mode = mode_of(build["speculative_decoding_mode"])
+    has_drafts = mode is not SPECULATIVE_MODES["none"]
     yield "speculative_decoding_mode with drafts", has_drafts, build["max_draft_len"] > 0
+    if plan.fp8_tokens is Fp8Tokens.ALL:
+        yield "speculative_decoding_mode with trees", mode.drafts_trees, False
     yield "max_beam_width", build["max_beam_width"], 1
     yield "gather_context_logits", build["gather_context_logits"], False
 
@@ -116,9 +125,13 @@ def _model(config: EngineConfig, plan: Plan, tensors: Mapping[str, PlanTensor]) 
             layer = int(attributes["layer"])
             window = cache.windows[layer] if 0 <= layer < cache.num_layers else None
             yield f"window of {op.name}", window, attributes["window"]
-            if attributes.get(ATTRIBUTE, False):
-                yield f"{OPTION} of {op.name}", config.plugin_config[OPTION], "enable"
+            products = fp8_tokens(attributes)
+            if products is not Fp8Tokens.NONE:
+                yield f"{OPTION} of {op.name}", config.plugin_config[OPTION], _ON
                 yield f"the cache of {op.name}, which has FP8 products,", cache.dtype, FP8
+            # All layers or none, as the runtime asks once. Older engines do not have the option.
+            said = config.plugin_config.get(GENERATION, _OFF)
+            yield f"{GENERATION} of {op.name}", said, _ON if products is Fp8Tokens.ALL else _OFF
         if op.op == "packed_linear_swiglu":
             yield f"dtype of {op.name}", model["dtype"], attributes["dtype"]
 

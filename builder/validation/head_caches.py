@@ -13,6 +13,7 @@ from llmctl.builder.plan import BASE, KvCacheSpec, Plan, PlanOp, PlanTensor
 from llmctl.builder.validation.errors import wrong
 from llmctl.builder.validation.strict_json import MOST
 from llmctl.errors import CorruptEngine
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens, fp8_tokens
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
@@ -105,6 +106,8 @@ def _check_attributes(name: str, op: PlanOp, cache: KvCacheSpec) -> None:
             raise _refused(name, op, key, op.attributes[key], value)
     if op.attributes.get("sink_tokens", 0):
         raise _refused(name, op, "sink_tokens", op.attributes["sink_tokens"], 0)
+    if fp8_tokens(op.attributes) is not Fp8Tokens.NONE:
+        raise _refused(name, op, "FP8 products", True, False)
 
 
 def _refused(name: str, op: PlanOp, what: str, found: object, wanted: object) -> CorruptEngine:

@@ -30,6 +30,7 @@ from llmctl.cli.gpus import Gpu
 from llmctl.cli.inspect.by_ranks import steps_by_ranks
 from llmctl.cli.inspect.cost import DECODE, Step, fused, op_bytes
 from llmctl.cli.inspect.prediction import find_device, predict_head, predict_step
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -60,7 +61,8 @@ def describe_engine(
         | {"step_ms": {count: [1e3 * bound for bound in found] for count, found in steps.items()}},
         "memory": _memory(config, plan),
         "rotary_tables": list(_rotary_tables(plan)),
-        "has_fp8_context": plan.has_fp8_context,
+        "has_fp8_context": plan.fp8_tokens is not Fp8Tokens.NONE,
+        "has_fp8_generation": plan.fp8_tokens is Fp8Tokens.ALL,
         "step": predicted,
         "outputs": dict(plan.outputs),
         "fused": [asdict(each) for each in plan.fused],

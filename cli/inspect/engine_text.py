@@ -26,7 +26,7 @@ _KERNEL_COLUMNS = ("registers", "threads", "shared_bytes", "local_bytes", "num_b
 def engine_text(engine: Mapping[str, Any]) -> Iterator[str]:
     yield str(engine["path"])
     origin = ("signature", signature_text(engine["signature"]))
-    facts = (*prompt_rows(engine), *rank_rows(engine))
+    facts = (*attention_rows(engine), *rank_rows(engine))
     yield from table([*summary_rows(engine["config"]), *facts, origin])
     if "verified" in engine:
         counts = ", ".join(f"{count} {name}" for name, count in engine["verified"].items())
@@ -99,9 +99,14 @@ def summary_rows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "command", str(config["command"]) or "none (built by a program)"
 
 
-def prompt_rows(engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Nothing where prompts' attention has 16-bit products."""
-    if engine["has_fp8_context"]:
+def attention_rows(engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Nothing where all attention has 16-bit products."""
+    if engine["has_fp8_generation"]:
+        yield (
+            "attention",
+            "FP8 products for every token: drafts are chains, and no step is one launch",
+        )
+    elif engine["has_fp8_context"]:
         yield "prompts", f"attention with FP8 products, {GROUP} tokens at a time"
 
 

@@ -65,8 +65,8 @@ class StepInputs:
     # engines that have `shares_logits`.
     best_only: bool = False
     # [B] attention of tokens at positions before it has FP8 products (fp8_context.py); None: of no
-    # token of the step. Asked only of engines built for that; a request that has such tokens has at
-    # least a whole group of them in the step.
+    # token of the step. Asked only of engines whose prompts alone have these; a request that has
+    # such tokens has at least a whole group of them in the step.
     context_end: NDArray[np.int32] | None = None
 
     @property

@@ -27,7 +27,7 @@ from llmctl.builder.engine_format import (
 from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cpu.ranks import Ranks
 from llmctl.plugins.core.calls import OpCall, StepInputs
-from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
 from llmctl.plugins.ops.sampling.spec import Logits
 from llmctl.runtime.kv_cache import Arrival, BlockCopy, BlockHolder, CopyKind, Move
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
@@ -64,9 +64,12 @@ class Engine(ABC):
         self.shares_logits = any(
             op.op == "all_gather" and op.attributes["ranks"] != 1 for op in plan.ops
         )
-        self.takes_trees = self.max_draft_len > 1  # two drafts may branch
+        products = plan.fp8_tokens
+        # Two drafts may branch, but there are no kernels for trees where every token has FP8
+        # products.
+        self.takes_trees = self.max_draft_len > 1 and products is not Fp8Tokens.ALL
         self.tokens_per_block = plan.kv_cache.tokens_per_block
-        self.context_group = GROUP if plan.has_fp8_context else 0
+        self.context_group = products.group
 
     @property
     def kv_bytes_per_block(self) -> int:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from llmctl.plugins.backends.cuda.kernel_spec import StepLimits, StepShape
 from llmctl.plugins.backends.cuda.queue import DeviceQueue, device_errors
 from llmctl.plugins.core.calls import StepInputs, Trees, tree_lens
+from llmctl.plugins.ops.paged_attention.shared.source_specs import SHORT
 
 # Tokens; shorter contexts share the first one's grids, whose idle blocks exit at once. Behind these
 # come powers of two. 1,536 tokens are 20 work items of attention (`Variant` in verification.py).
@@ -44,6 +45,7 @@ def shape_of(step: StepInputs) -> StepShape:
         max_tree_len=most,
         num_single=int((lens == 1).sum()),
         best_only=step.best_only,
+        num_short=int((lens <= SHORT).sum()),
     )
 
 
@@ -105,15 +107,17 @@ class Buckets:
         stay the same."""
         limits = self.limits
         unit = min(max(8, _power_of_two(shape.num_tokens) // 32), _MOST_PADDING)
-        longer = _power_of_two(shape.num_requests - shape.num_single)  # requests, at most
-        query = shape.max_query_len
+        requests, query = shape.num_requests, shape.max_query_len
+        longer = _power_of_two(requests - shape.num_single)  # requests, at most
+        chunks = _power_of_two(requests - shape.num_short) if limits.fp8_generation else requests
         return replace(
             shape,
             num_tokens=min(-(-shape.num_tokens // unit) * unit, limits.max_num_tokens),
             max_query_len=query if query <= _ANY_QUERY else _power_of_two(query),
             max_kv_len=kv_bucket(shape.max_kv_len, limits),
             max_tree_len=self._tree_len(shape, self.max_query_len),
-            num_single=max(0, shape.num_requests - longer),
+            num_single=max(0, requests - longer),
+            num_short=max(0, requests - chunks),
         )
 
     def _tree_len(self, shape: StepShape, query: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanGraph, PlanOp
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
 from llmctl.runtime.kv_cache import AttentionWindow, common_window
 
 
@@ -57,10 +58,10 @@ def apply_windows(plan: Plan, options: WindowOptions, max_seq_len: int, backend:
             f"({_describe(cache.windows)})",
             fix="leave them out, or rebuild with: llmctl build --backend cuda (or cpu)",
         )
-    if plan.has_fp8_context:
+    if plan.fp8_tokens is not Fp8Tokens.NONE:
         raise Unsupported(
             "--max-attention-window-size and --sink-token-length change how kernels attend; those "
-            "of this engine's prompts, with FP8 products, see all tokens",
+            "of this engine with FP8 products see all tokens",
             fix="leave them out, or rebuild with: llmctl build --use_fp8_context_fmha disable",
         )
     ops = tuple(_with_window(op, windows, options.sink_tokens) for op in plan.ops)

@@ -42,7 +42,8 @@ class KvCacheStoredBlockData:
     tokens: tuple[int, ...]
     cache_level: int
     priority: int
-    is_fp8: bool = False  # its tokens were computed with FP8 products (`Sequence.context_end`)
+    # Its tokens were computed with FP8 products and others were not (`Sequence.context_end`).
+    is_fp8: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,16 @@ from typing import Any, Protocol
 from llmctl.cli.bench.driver import Driver, Pace, add_iteration
 from llmctl.cli.bench.records import Arrival, Clock, Recording, RequestRecord
 from llmctl.cli.bench.session import SETTLE_S, STEPS_KEPT
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
+
+FP8_TOKENS = {  # as a table of results names what attention multiplies
+    Fp8Tokens.NONE: "",
+    Fp8Tokens.PROMPTS: ", FP8 prompts",
+    Fp8Tokens.ALL: ", FP8 attention",
+}
 
 
 class Server(Protocol):
@@ -64,8 +71,7 @@ def llmctl_server(
     engines = OpenEngines(check_engines(options))
     size = max_num_tokens or engines.target.max_num_tokens
     settings = f"{size:,} tokens a step" if chunks else "whole prompts"
-    if engines.target.context_group:
-        settings += ", FP8 prompts"
+    settings += FP8_TOKENS[engines.target.plan.fp8_tokens]
     if max_step_ms is not None:
         settings += f", --max-step-ms {max_step_ms:g}"
     with engines.executor(is_speculative=False, num_iterations_kept=STEPS_KEPT) as executor:

@@ -8,46 +8,37 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.cuda_build import SMALL, write_model
+from support.fp8_build import LIMITS, attributes_of, plan_engine, write_llama
 
 from llmctl.builder.build import EnginePlan, plan_build
 from llmctl.builder.config import BuildRequest
-from llmctl.builder.engine_format import Plan
 from llmctl.builder.planted import LoadFormat
 from llmctl.builder.validation.plan import require_own_plan
 from llmctl.errors import BadConfig, Unsupported
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions, apply_windows
 
 ON = {"use_fp8_context_fmha": "enable"}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
-LIMITS = {"max_batch_size": 2, "max_num_tokens": 600, "max_seq_len": 800}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint") / "llama"
-    return write_model(folder, "llama", {**SMALL, **HEADS}, "static")
+    return write_llama(tmp_path_factory.mktemp("checkpoint") / "llama")
 
 
 @pytest.fixture(scope="module")
 def planned(checkpoint: Path) -> Callable[..., EnginePlan]:
     """planned(plugins, **request fields) -> an engine that nothing is compiled for."""
 
-    def plan(plugins=ON, backend="cuda", folder=checkpoint, **fields) -> EnginePlan:
-        request = BuildRequest(**{**LIMITS, **fields})
-        options = {"backend": backend, "plugins": plugins, "with_binaries": False}
-        return plan_build(folder, request, **options)
+    def plan(plugins=ON, folder=checkpoint, **fields) -> EnginePlan:
+        return plan_engine(folder, plugins, **fields)
 
     return plan
 
 
-def attributes_of(plan: Plan) -> list[dict[str, object]]:
-    return [dict(op.attributes) for op in plan.ops if op.op == "paged_attention"]
-
-
 def test_every_layer_has_them_and_nothing_else_differs(planned) -> None:
     without, found = planned(plugins=None), planned()
-    assert found.plan.has_fp8_context and not without.plan.has_fp8_context
+    assert found.plan.fp8_tokens is Fp8Tokens.PROMPTS and without.plan.fp8_tokens is Fp8Tokens.NONE
     kinds = attributes_of(found.plan)
     assert len(kinds) > 1 and all(kind.pop("fp8_context") is True for kind in kinds)
     assert kinds == attributes_of(without.plan), "an engine without says nothing of it"
@@ -131,27 +122,24 @@ def test_limits_at_the_borders_are_taken(planned) -> None:
         {"tokens_per_block": 8},
         {"tokens_per_block": 128},
     ):
-        assert planned(**fields).plan.has_fp8_context
+        assert planned(**fields).plan.fp8_tokens is Fp8Tokens.PROMPTS
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_head_sizes_without_a_kernel_are_refused(planned, tmp_path: Path, head_dim: int) -> None:
-    folder = write_model(
-        tmp_path / "c", "llama", {**SMALL, **HEADS, "head_dim": head_dim}, "static"
-    )
+    folder = write_llama(tmp_path / "c", head_dim=head_dim)
     with pytest.raises(Unsupported, match=f"head size 128; this model's is {head_dim}"):
         planned(folder=folder)
 
 
 def test_windows_are_refused_at_build_and_at_run_time(planned, tmp_path: Path) -> None:
-    folder = write_model(
-        tmp_path / "c", "mistral", {**SMALL, **HEADS, "sliding_window": 500}, "static"
-    )
+    folder = write_llama(tmp_path / "c", "mistral", sliding_window=500)
     with pytest.raises(Unsupported, match="no kernel for attention windows; .* 500 tokens"):
         planned(folder=folder)
-    assert planned(folder=folder, max_seq_len=400).plan.has_fp8_context, "which is full attention"
+    full = planned(folder=folder, max_seq_len=400).plan
+    assert full.fp8_tokens is Fp8Tokens.PROMPTS
     plan = planned().plan
-    with pytest.raises(Unsupported, match="prompts, with FP8 products, see all") as caught:
+    with pytest.raises(Unsupported, match="with FP8 products see all") as caught:
         apply_windows(plan, WindowOptions((300,)), 800, "cuda")
     assert "--use_fp8_context_fmha disable" in caught.value.fix
     assert apply_windows(plan, WindowOptions((900,)), 800, "cuda") is plan

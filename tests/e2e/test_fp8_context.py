@@ -1,137 +1,28 @@
-"""Prompts with arithmetic of their own through the whole host side of the CUDA backend.
-
-The fake device computes with the CPU's kernels, whose bits depend on no step, and where a GPU would
-have FP8 products it flips a bit of what attention gives: a token that was computed otherwise than
-its position says changes every log-probability behind it.
-"""
+"""Prompts with arithmetic of their own through the whole host side of the CUDA backend."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
-from support.cuda import FakeProgram, launch_sampling
-from support.cuda_build import SMALL, write_model
+from support import fp8_executor
 from support.fp8_context import Said, check_next_turns, make_requests, say
+from support.fp8_executor import TwoKinds, build_small
 
-from llmctl.builder.build import plan_build, run_build
-from llmctl.builder.config import BuildRequest
-from llmctl.builder.engine_format import Plan, read_engine_config
 from llmctl.errors import PairMismatch
-from llmctl.plugins.backends.cpu import CpuProgram
-from llmctl.plugins.backends.cuda.kernel_spec import Launch, StepLimits
-from llmctl.plugins.backends.cuda.queue import DeviceQueue
-from llmctl.plugins.core.calls import OpCall, StepInputs, row_extents
-from llmctl.plugins.ops.sampling.cuda import CudaSampling
-from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
-from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
-from llmctl.runtime.engines.cuda_engine import CudaEngine
-from llmctl.runtime.engines.rotary_tables import open_with_tables
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
 from llmctl.runtime.request import Request
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
 
-LENGTH, DRAFT_LEN = 900, 3
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-
-
-class TwoKinds:
-    """The CPU's kernels one by one; counts the tokens whose attention is another."""
-
-    num_fp8 = 0
-
-    def __init__(self, calls: list[OpCall], row_inputs: Sequence[torch.Tensor]) -> None:
-        extents = row_extents(calls, row_inputs=row_inputs)
-        self._parts = []
-        for call, extent in zip(calls, extents, strict=True):
-            rows = [call.inputs[role] for role in ("x", "residual") if role in call.inputs]
-            self._parts.append((call, CpuProgram([call], rows if extent == "rows" else ())))
-
-    def run(self, step: StepInputs, kv_cache: torch.Tensor) -> None:
-        ends = np.repeat(context_end_of(step), np.diff(step.cu_q))
-        is_fp8 = torch.from_numpy(step.position_ids < ends)
-        for call, program in self._parts:
-            program.run(step, kv_cache)
-            if call.attributes.get("fp8_context", False):
-                TwoKinds.num_fp8 += int(is_fp8.sum())
-                call.outputs["out"][: step.num_tokens].view(torch.int16)[is_fp8] ^= 4
-
-
-def context_end_of(step: StepInputs) -> NDArray[np.int32]:
-    assert step.context_end is not None, "the device has the array in every step"
-    assert step.context_end.max() < LENGTH, "what an earlier step left there"
-    return step.context_end
-
-
-class Device(FakeProgram):
-    """A fake device that computes so."""
-
-    def __init__(
-        self, calls: list[OpCall], limits: StepLimits, row_inputs: Sequence[torch.Tensor] = ()
-    ) -> None:
-        super().__init__(calls, limits, row_inputs, TwoKinds(calls, row_inputs))
+executor_of = partial(fp8_executor.executor_of, products=Fp8Tokens.PROMPTS)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An engine of the cpu backend, whose plan the fake device runs."""
-    root = tmp_path_factory.mktemp("fp8_context")
-    checkpoint = write_model(root / "checkpoint", "llama", {**SMALL, **HEADS}, "none")
-    limits = {"max_batch_size": 4, "max_num_tokens": 1024, "max_seq_len": LENGTH}
-    request = BuildRequest(**limits, max_draft_len=DRAFT_LEN, tokens_per_block=32)
-    run_build(plan_build(checkpoint, request, backend="cpu"), root / "engine")
-    return root / "engine"
-
-
-def with_fp8_context(plan: Plan) -> Plan:
-    ops = (
-        replace(op, attributes={**op.attributes, "fp8_context": True})
-        if op.op == "paged_attention"
-        else op
-        for op in plan.ops
-    )
-    return replace(plan, ops=tuple(ops))
-
-
-def open_engine(folder: Path, queue: DeviceQueue, is_on: bool = True) -> CudaEngine:
-    plan, weights = open_with_tables(folder)
-    plan = with_fp8_context(plan) if is_on else plan
-    return CudaEngine(read_engine_config(folder), plan, weights, Device, queue, lambda record: None)
-
-
-@contextmanager
-def executor_of(
-    folder: Path,
-    *,
-    is_on: bool = True,
-    draft: bool | None = None,
-    blocks: int = 400,
-    host_blocks: int = 0,
-    reuse: bool = True,
-    **options: Any,
-) -> Iterator[Executor]:
-    """draft: a draft engine with FP8 products, or without."""
-    queue = DeviceQueue("cpu")
-
-    def launch(launches: list[Launch]) -> None:
-        for item in launches:
-            launch_sampling(item)
-
-    drafter = None
-    if draft is not None:
-        drafter = DraftEngineDrafter(open_engine(folder, queue, draft), DRAFT_LEN)
-    cache = KvCacheConfig(blocks, enable_block_reuse=reuse, num_host_blocks=host_blocks)
-    config = ExecutorConfig(cache, check_invariants=True, **options)
-    target = open_engine(folder, queue, is_on)
-    with Executor(target, drafter, config, CudaSampling(queue, launch)) as executor:
-        yield executor
+    return build_small(tmp_path_factory.mktemp("fp8_context"))
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +51,8 @@ POLICIES: dict[str, dict[str, Any]] = {
         "max_num_tokens": 300,
     },
     "host memory": {"blocks": 24, "host_blocks": 60, "max_batch_size": 2},
-    "a draft with": {"draft": True, "max_num_tokens": 400},
-    "a draft without": {"draft": False},
+    "a draft with": {"draft": Fp8Tokens.PROMPTS, "max_num_tokens": 400},
+    "a draft without": {"draft": Fp8Tokens.NONE},
     "a time limit": {"max_step_ms": 5.0},
 }
 
@@ -185,17 +76,18 @@ def test_the_next_turn_of_a_conversation_is_a_prompt(folder, requests, alone) ->
 
 def test_the_arithmetic_is_another(folder, requests, alone) -> None:
     """So that equal bits above say something; prompts without a group are not touched."""
-    with executor_of(folder, is_on=False) as executor:
+    with executor_of(folder, products=Fp8Tokens.NONE) as executor:
         found = say(executor, requests)
     is_same = [ours == theirs for ours, theirs in zip(found, alone, strict=True)]
     lengths = [len(request.input_token_ids) for request in requests]
     assert is_same == [length <= 256 for length in lengths]
 
 
-def test_a_draft_engine_cannot_have_them_alone(folder) -> None:
+@pytest.mark.parametrize("products", [Fp8Tokens.NONE, Fp8Tokens.ALL])
+def test_a_draft_engine_cannot_have_them_where_the_target_has_no_groups(folder, products) -> None:
     with (
         pytest.raises(PairMismatch, match="reads prompts with FP8 products") as caught,
-        executor_of(folder, is_on=False, draft=True),
+        executor_of(folder, products=products, draft=Fp8Tokens.PROMPTS),
     ):
         pass
     assert "--use_fp8_context_fmha disable" in str(caught.value.fix)

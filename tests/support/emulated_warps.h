@@ -63,6 +63,17 @@ u32 bounded(bool is_least, const char* name, u32 a, u32 bound);  // NaN stays
 inline void __syncwarp(unsigned = ~0u) { emu::sync_warp(); }
 inline void sync_all() { emu::sync_block(0, 32 * emu::now->own->num_warps); }
 #define __syncthreads sync_all
+namespace emu {
+inline u32 meet_any(int id, int threads, u32 is_so) {
+  if (is_so) now->own->any = 1;
+  sync_block(id, threads);
+  const int found = now->own->any;
+  sync_block(id, threads);
+  now->own->any = 0;
+  sync_block(id, threads);
+  return found;
+}
+}  // namespace emu
 inline int __syncthreads_or(int x) {
   if (x) emu::now->own->any = 1;
   sync_all();

@@ -108,6 +108,10 @@ _PTX = {
         "emu::multiply(TYPES, {0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9})"
     ),
     "{.reg .pred p;setp.ne.b32 p, %": "emu::add_product(d, N, a, b, add)",  # of long_batch.cu
+    "st.shared.u16": "emu::store<emu::u16>({0}, {{emu::u16({1})}})",
+    "{.reg .pred p, q;setp.ne.u32 p, %1, 0;barrier.red.or.pred": (
+        "{0} = emu::meet_any(1, {2}, {1})"
+    ),
     "st.shared.u32": "emu::store<emu::u32>({0}, {{emu::u32({1})}})",
     "st.shared.f32": "emu::store<float>({0}, {{{1}}})",
     "st.shared.v2.f32": "emu::store<float>({0}, {{{1}, {2}}})",

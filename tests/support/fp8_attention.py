@@ -1,4 +1,4 @@
-"""Requests whose prompts' attention has FP8 products up to a token of each."""
+"""Requests whose attention has FP8 products up to a token of each prompt, or everywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import replace as changed
 
 import numpy as np
 
+from llmctl.plugins.backends.cuda.kernel_spec import StepLimits
 from llmctl.plugins.core.calls import StepInputs
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
 from support.attention import Part, World
 
 
@@ -25,3 +27,19 @@ class Fp8World(World):
     def step(self, parts: Sequence[Part]) -> StepInputs:
         ends = [self.context_ends.get(request, 0) for request, _, _ in parts]
         return changed(super().step(parts), context_end=np.array(ends, np.int32))
+
+
+@dataclass
+class AllFp8World(World):
+    """A cache in E4M3, for an engine in which every token has FP8 products. is_last: the model's
+    last layer, of which tokens that get logits are read."""
+
+    is_last: bool = False
+
+    @property
+    def attributes(self) -> dict[str, int | float | str | bool]:
+        ends = {"ends_only": True} if self.is_last else {}
+        return {**super().attributes, **Fp8Tokens.ALL.attributes, **ends}
+
+    def limits(self) -> StepLimits:
+        return changed(super().limits(), fp8_generation=True)

@@ -50,11 +50,25 @@ def check_next_turns(
     requests: Sequence[Request],
     alone: Sequence[Said],
 ) -> None:
-    """What was generated with 16-bit products is computed again as a prompt: the next turn says
-    what it says without what is cached. open_executor(whether blocks are reused)."""
+    """What was generated is read as a prompt, again where its products are others then: the next
+    turn says what it says without what is cached. open_executor(whether blocks are reused)."""
     turns = next_turns(requests, alone)
     with open_executor(False) as executor:
         wanted = [say(executor, [turn])[0] for turn in turns]
     with open_executor(True) as executor:
         assert say(executor, requests) == alone
         assert say(executor, turns) == wanted
+
+
+def check_continued(
+    executor: Executor, requests: Sequence[Request], alone: Sequence[Said], *, places: int = 3
+) -> None:
+    """Prompts that end within what was said are continued by the rest of it, with the same
+    log-probabilities."""
+    for request, (tokens, log_probs) in zip(requests, alone, strict=True):
+        assert log_probs is not None
+        for taken in np.linspace(1, len(tokens) - 1, places).astype(int).tolist():
+            prompt = (*request.input_token_ids, *tokens[:taken])
+            rest = replace(request, input_token_ids=prompt, max_tokens=request.max_tokens - taken)
+            (found,) = say(executor, [rest])
+            assert found == (tokens[taken:], log_probs[taken:]), taken

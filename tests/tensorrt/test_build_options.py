@@ -138,6 +138,7 @@ def test_planted_weights_are_refused(tmp_path: Path) -> None:
         ("continuous", "use_paged_context_fmha", "enable", "not paged"),
         ("continuous", "use_fp8_context_fmha", "enable", "has 16-bit products"),
         ("paged", "use_fp8_context_fmha", "enable", "has 16-bit products"),
+        ("paged", "use_fp8_generation_fmha", "enable", "has 16-bit products"),
         ("continuous", "remove_input_padding", "enable", "batches are padded"),
         ("continuous", "multiple_profiles", "disable", "nothing in common"),
     ],

@@ -69,11 +69,12 @@ class StepLimits:
     kv_dtype: str  # torch name
     num_sms: int = HOPPER.num_sms
     lookahead: LookaheadSizes | None = None  # of windows in device rounds; None: no such rounds
+    fp8_generation: bool = False  # attention of every token has FP8 products; trees have none
 
     @property
     def takes_trees(self) -> bool:
         """Whether the engine verifies trees of drafts: two may branch."""
-        return self.max_draft_len > 1
+        return self.max_draft_len > 1 and not self.fp8_generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,9 @@ class StepShape:
     # Of the requests so many at least have one token: they are no context chunks.
     num_single: int = 0
     best_only: bool = False  # best ids, or draws, are taken: logits stay with ranks, or nowhere
+    # So many requests at least have no more tokens than kernels for few compute; 0 unless
+    # `StepLimits.fp8_generation`, whose chunks take room by their number.
+    num_short: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 kernel.py             which kernel serves which requests of a step; all binaries
 ways.py               how each kernel launches for a step, or that it does not serve it
 launch_arguments.py   what every launch takes
-fp8_context.py        which tokens of a prompt have FP8 products
+fp8_context.py        which tokens have FP8 products
 
-batch/ chunk/ chunk_fp8/ generation/ long/ long_batch/ tree/ verification/
+batch/ chunk/ chunk_fp8/ few_fp8/ generation/ long/ long_batch/ tree/ verification/
                       a CUDA kernel each, for Hopper: its source, binaries and launches
 triton/               the kernels for everything else, and the order of arithmetic that all keep
 shared/               how a context is divided, tiles and states; it imports none of the others

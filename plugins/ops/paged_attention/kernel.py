@@ -6,6 +6,8 @@ that may have both launches both kernels, and each skips the other's requests: t
 is the same in either. The tables below say which kernel serves the short requests (ways.py);
 chunk.cu processes context chunks, but for tokens with FP8 products, which are chunk_fp8.cu's, and
 what it does not cover, which is Triton's.
+
+Where every token has FP8 products, short requests are few_fp8.cu's and all others chunk_fp8.cu's.
 """
 
 from __future__ import annotations
@@ -36,12 +38,9 @@ from llmctl.plugins.ops.paged_attention.chunk.chunk import (
     chunk_specs,
     covers_chunks,
 )
-from llmctl.plugins.ops.paged_attention.chunk_fp8.chunk_fp8 import (
-    fp8_launches,
-    fp8_specs,
-    has_fp8_context,
-)
-from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
+from llmctl.plugins.ops.paged_attention.chunk_fp8.chunk_fp8 import fp8_launches, fp8_specs
+from llmctl.plugins.ops.paged_attention.few_fp8.few_fp8 import few_fp8_launch, few_fp8_specs
+from llmctl.plugins.ops.paged_attention.fp8_context import GROUP, Fp8Tokens, fp8_tokens
 from llmctl.plugins.ops.paged_attention.generation.generation import covers, generation_specs
 from llmctl.plugins.ops.paged_attention.launch_arguments import (
     logit_scale,
@@ -100,6 +99,8 @@ def kernels(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
             f"per KV head; wanted head size {', '.join(map(str, HEAD_SIZES))} and at most {ROWS}",
             fix="build with --backend cpu",
         )
+    if fp8_tokens(call.attributes) is Fp8Tokens.ALL:
+        return [*fp8_specs(call, limits), *few_fp8_specs(call, limits)]
     by_warp = (batch_specs, verification_specs) if covers_batch(call, limits) else ()
     asked = replace(call, attributes={**call.attributes, **_ANY_WINDOW})
     return [
@@ -119,6 +120,8 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     """Attend for every token of the step's requests; the cache already holds their keys."""
     if shape.num_tokens == 0 or shape.num_requests == 0:
         return []
+    if fp8_tokens(call.attributes) is Fp8Tokens.ALL:
+        return _by_fp8(call, env, shape)
     if shape.max_tree_len:
         short = max(SHORT, shape.max_tree_len)  # longer than a tree: a context chunk
         trees = _short(call, env, shape, short)
@@ -134,6 +137,19 @@ def launches(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
     return [*_context(call, env, shape, SHORT + 1), _short(call, env, shape, SHORT)]
 
 
+def _by_fp8(call: OpCall, env: LaunchEnv, shape: StepShape) -> list[Launch]:
+    """Where every token has FP8 products."""
+    assert not shape.max_tree_len, "a tree for kernels of chains"
+    own, room, scale = own_tensors(call, env), partials(call, env), logit_scale(call)
+    found, is_alone = [], shape.num_requests == 1
+    if has_chunks := shape.max_query_len > SHORT:
+        least = 1 if is_alone else SHORT + 1
+        found += fp8_launches(call, env, shape, own, room[1], scale, least)
+    if not (has_chunks and is_alone):
+        found.append(few_fp8_launch(call, env, shape, own, room, scale, SHORT))
+    return found
+
+
 def _short(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch:
     """For requests of up to `short` tokens."""
     asked = _CHAINS_OF_64 if int(call.attributes["head_size"]) == 64 else _CHAINS
@@ -146,7 +162,7 @@ def _short(call: OpCall, env: LaunchEnv, shape: StepShape, short: int) -> Launch
 
 
 def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) -> list[Launch]:
-    has_fp8 = has_fp8_context(call)
+    has_fp8 = fp8_tokens(call.attributes) is Fp8Tokens.PROMPTS
     if has_fp8 or (env.use_pdl and covers_chunks(call, env.limits)):
         own = own_tensors(call, env), partials(call, env)[1], logit_scale(call), min_tokens
         has_groups = has_fp8 and shape.max_query_len >= GROUP

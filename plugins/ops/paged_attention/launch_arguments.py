@@ -9,6 +9,8 @@ import torch
 from llmctl.plugins.backends.cuda.kernel_spec import LaunchEnv, StepLimits
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.paged_attention.batch.batch import is_long
+from llmctl.plugins.ops.paged_attention.few_fp8.few_fp8 import few_fp8_numbers
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens, fp8_tokens
 from llmctl.plugins.ops.paged_attention.shared.tiles import count_units
 from llmctl.plugins.ops.paged_attention.triton.specs import ROWS
 
@@ -31,6 +33,8 @@ def partials(call: OpCall, env: LaunchEnv) -> tuple[torch.Tensor, torch.Tensor]:
 def _partial_numbers(call: OpCall, limits: StepLimits) -> int:
     """An engine that verifies drafts has room for its longest chain or tree with its longest
     context and, where contexts are long, for as many as multiprocessors share (long.cu)."""
+    if fp8_tokens(call.attributes) is Fp8Tokens.ALL:
+        return few_fp8_numbers(call, limits)
     size, heads = int(call.attributes["head_size"]), int(call.attributes["num_heads"])
     a_row = count_units(limits.max_seq_len) * (size + 2)
     room = _PARTIAL_BYTES // 4

@@ -9,7 +9,7 @@ the tokens on their own path alone, in the order of the path. So each gets what 
 path were decoded token by token.
 
 With `fp8_context` tokens before `StepInputs.context_end` have FP8 products
-(chunk_fp8/reference.py).
+(chunk_fp8/reference.py), with `fp8_generation` beside it all tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.ops.paged_attention.chunk_fp8 import reference as fp8_reference
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens, fp8_tokens
 from llmctl.plugins.ops.quantize.reference import quantize_static
 
 _ONE = torch.ones(1)
@@ -108,8 +109,13 @@ def reference(
             out[tokens] = (
                 quantize_static(rows, inputs["out_scale"]) if "out_scale" in inputs else rows
             )
-        if attributes.get("fp8_context", False) and step.context_end is not None:
-            _attend_by_fp8(inputs, out, attributes, step, request, cache, blocks)
+        products = fp8_tokens(attributes)
+        if products is Fp8Tokens.ALL:
+            assert step.trees is None, "a tree's tokens have 16-bit products"
+            _attend_by_fp8(inputs, out, attributes, step, request, cache, blocks, kv_len)
+        elif products is Fp8Tokens.PROMPTS and step.context_end is not None:
+            end = int(step.context_end[request])
+            _attend_by_fp8(inputs, out, attributes, step, request, cache, blocks, end)
 
 
 def _attend_by_fp8(
@@ -120,12 +126,12 @@ def _attend_by_fp8(
     request: int,
     cache: torch.Tensor,
     blocks: torch.Tensor,
+    most: int,
 ) -> None:
-    """Rows of a request before its `context_end` again, with FP8 products."""
-    assert step.context_end is not None
+    """Rows of a request at positions before `most` again, with FP8 products."""
     start, stop = int(step.cu_q[request]), int(step.cu_q[request + 1])
     first = int(step.position_ids[start]) if stop > start else 0
-    end = min(first + stop - start, int(step.context_end[request]))
+    end = min(first + stop - start, most)
     if end <= first:
         return
     size = int(attributes["head_size"])

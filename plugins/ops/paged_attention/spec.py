@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from llmctl.plugins.core.op_rules import HEAD_RULES, even_groups, scales_output, within
 from llmctl.plugins.core.op_spec import FP8, OpSpec, Role, Tolerance
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens, fp8_tokens
+
+if TYPE_CHECKING:
+    from llmctl.plugins.core.calls import OpCall
 
 _HEADS = ((7, 1, 64), (4, 2, 80), (6, 6, 96), (8, 2, 128), (2, 1, 18))
 _REQUESTS = (  # new tokens + tokens cached before, per request
@@ -12,6 +18,15 @@ _REQUESTS = (  # new tokens + tokens cached before, per request
     "5+31 1+95 1+0",
     "40+33 3+64",
 )
+
+
+def _generation_with_context(call: OpCall) -> str | None:
+    """Kernels for one token have the arithmetic of those for prompts."""
+    of_generation = call.attributes.get("fp8_generation", False)
+    if not of_generation or fp8_tokens(call.attributes) is Fp8Tokens.ALL:
+        return None
+    return "has fp8_generation without fp8_context"
+
 
 SPEC = OpSpec(
     name="paged_attention",
@@ -32,7 +47,13 @@ SPEC = OpSpec(
     },
     # ends_only: `out` is read only where tokens get logits, the last ones of a request; elsewhere
     # it may hold anything.
-    optional_attributes={"sink_tokens": int, "fp8_context": bool, "ends_only": bool},
+    # fp8_context, fp8_generation: whose tokens have FP8 products (fp8_context.py).
+    optional_attributes={
+        "sink_tokens": int,
+        "fp8_context": bool,
+        "fp8_generation": bool,
+        "ends_only": bool,
+    },
     for_tokens=True,
     rules=(
         *HEAD_RULES,
@@ -41,6 +62,7 @@ SPEC = OpSpec(
         within("window", 0, 2**31 - 1),
         within("sink_tokens", 0, 2**31 - 1),
         scales_output("out", "out_scale"),
+        _generation_with_context,
     ),
     derived={"q": lambda d: d["num_heads"] * d["head_size"]},
     tolerance={

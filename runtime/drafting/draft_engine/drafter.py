@@ -69,10 +69,10 @@ class DraftEngineDrafter(WithoutWindow):
             )
         if self._draft.context_group and not kv_cache.context_group:
             raise PairMismatch(
-                "the draft engine reads prompts with FP8 products, the target engine without; it "
-                "has no prompts in groups for it",
-                fix="rebuild the draft with --use_fp8_context_fmha disable, or the target with "
-                "enable",
+                f"the draft engine reads prompts with FP8 products, {self._draft.context_group} "
+                "tokens at a time; the target engine has no prompts in groups for it",
+                fix="rebuild the draft with --use_fp8_context_fmha disable, or with "
+                "--use_fp8_generation_fmha enable, too",
             )
         self._draft.allocate_kv_cache(kv_cache.num_blocks)
         if kv_cache.num_host_blocks:

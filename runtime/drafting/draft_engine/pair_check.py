@@ -7,7 +7,7 @@ no faster: swapped engines, a target built without room for drafts, tokenizers t
 from __future__ import annotations
 
 from llmctl.builder.engine_format import EngineConfig
-from llmctl.errors import PairMismatch
+from llmctl.errors import PairMismatch, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.runtime.drafting.draft_engine.tree import OPTION, DraftTree
 from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS
@@ -46,9 +46,19 @@ def check_pair(
 
 
 def require_trees(target: EngineConfig, draft: EngineConfig, tree: DraftTree) -> None:
-    """Raises Unsupported where the backend has no attention along trees in the making, PairMismatch
-    where the draft engine computes fewer tokens of a sequence at once than a level needs."""
+    """Raises Unsupported where the backend or an engine has no attention along trees in the making,
+    PairMismatch where the draft engine computes fewer tokens of a sequence at once than a level
+    needs."""
     require_continued(target, "trees from a draft engine", f"leave {OPTION} out")
+    for role, config in (("target", target), ("draft", draft)):
+        if config.has_fp8_generation:
+            rebuild = f"rebuild the {role} with --use_fp8_generation_fmha disable"
+            raise Unsupported(
+                f"{OPTION} {tree} asks for trees, and the {role} engine was built with "
+                "--use_fp8_generation_fmha enable, whose kernels compute chains",
+                fix=f"leave {OPTION} out, or {rebuild}",
+                general_fix=f"draft chains, or {rebuild}",
+            )
     most = 1 + int(draft.build_config["max_draft_len"])
     # On a GPU a path may be as long as the engine's drafts, and one for fewer than three tokens has
     # no kernels for trees. What is followed one by one is a chain.

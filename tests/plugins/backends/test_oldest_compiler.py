@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.attention import FP8
 from support.attention_compiled import copies_to_shared_places
-from support.fp8_attention import Fp8World
+from support.fp8_attention import AllFp8World, Fp8World
 from support.kernel import compile_all
 
 from llmctl.builder.config import BuildRequest
@@ -18,6 +18,7 @@ from llmctl.plugins.backends.cuda import nvrtc
 from llmctl.plugins.backends.cuda.compiler import PLUGINS
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
 from llmctl.plugins.ops.paged_attention.chunk_fp8 import chunk_fp8
+from llmctl.plugins.ops.paged_attention.few_fp8 import few_fp8
 from llmctl.plugins.ops.rank_offers import kernel as rank_offers
 from scripts.bench.plan_support import plan_shape, planned
 from scripts.models.planted_shapes import SHAPES
@@ -30,6 +31,7 @@ SPILLS = {
     "ops/paged_attention/long/long.cu" + ALONE: 8,
     "ops/paged_attention/long_batch/long_batch.cu": 32,
     "ops/paged_attention/chunk/chunk.cu": 32,
+    "ops/paged_attention/few_fp8/few_fp8.cu": 64,
 }
 OLDEST = Path(sys.prefix) / "oldest-nvrtc"  # scripts/test installs it
 
@@ -80,6 +82,8 @@ def one_of_each_source() -> dict[str, KernelSpec]:
     offers = rank_offers.spec(2, 64128, 128256, has_sums=True)  # of draft heads
     prompts = Fp8World(heads=64, kv_heads=8, size=128, kv_dtype=FP8, lengths=(64,))
     by_fp8 = chunk_fp8.fp8_specs(prompts.call([(0, 0, 1)]), prompts.limits())
+    tokens = AllFp8World(heads=64, kv_heads=8, size=128, kv_dtype=FP8, lengths=(64,))
+    by_fp8 += few_fp8.few_fp8_specs(tokens.call([(0, 0, 1)]), tokens.limits())
     return found | {spec.source: spec for spec in (offers, *by_fp8)}
 
 

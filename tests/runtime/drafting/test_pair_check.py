@@ -159,3 +159,20 @@ def test_a_tree_needs_room_in_both_engines_and_a_backend_that_continues_it():
     pair = [replace(own, backend="tensorrt") for own in (target, draft)]
     with pytest.raises(Unsupported, match="trees from a draft engine are not available"):
         method.check(pair[0], {ROLE: pair[1]})
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_engines_whose_attention_computes_chains_draft_no_trees(role):
+    fp8 = {"use_fp8_context_fmha": "enable", "use_fp8_generation_fmha": "enable"}
+    engines = {name: engine(max_draft_len=12) for name in ("target", "draft")}
+    engines[role] = replace(engines[role], plugin_config=fp8)
+    target, draft = engines.values()
+    assert DraftEngine(Path("draft"), 8).check(target, {ROLE: draft}) == 8
+    tree = DraftEngine(Path("draft"), tree=DraftTree(4, 3, 12))
+    with pytest.raises(
+        Unsupported, match=f"4,3,12 asks for trees, and the {role} engine"
+    ) as caught:
+        tree.check(target, {ROLE: draft})
+    assert caught.value.fix == (
+        f"leave --draft-tree out, or rebuild the {role} with --use_fp8_generation_fmha disable"
+    )

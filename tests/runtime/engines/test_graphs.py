@@ -171,6 +171,16 @@ def test_a_long_prompt_is_padded_little_and_counts_apart_from_those_beside_it(si
     assert rounded.num_requests == 3 + single
 
 
+def test_short_requests_count_apart_where_chunks_take_room_by_their_number() -> None:
+    everywhere = replace(TARGET, max_num_tokens=9216, fp8_generation=True)
+    step = make_step([3000, 18, 17, 11, 1, 1], [0, *[500] * 5], False)
+    found = shape_of(step)
+    assert found.num_short == 4
+    assert Buckets(everywhere).round_up(found).num_short == 4
+    assert Buckets(everywhere).round_up(replace(found, num_short=3)).num_short == 2, "3 are 4"
+    assert Buckets(replace(everywhere, fp8_generation=False)).round_up(found).num_short == 0
+
+
 def test_context_lengths_share_few_buckets() -> None:
     buckets = {kv_bucket(length, TARGET) for length in range(1, 5001)}
     assert buckets == {1024, 1536, 2048, 4096, 5000}

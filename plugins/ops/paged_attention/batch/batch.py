@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec, Launch, LaunchEnv, StepLimits
 from llmctl.plugins.core.op_spec import FP8
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens, fp8_tokens
 from llmctl.plugins.ops.paged_attention.shared.source_specs import (
     group_size,
     most_short_tokens,
@@ -44,10 +45,12 @@ LONG = 4096  # tokens of a context beyond which it is divided as finely as there
 
 
 def covers_batch(call: OpCall, limits: StepLimits) -> bool:
-    """Whether the kernel can compute this call for requests of one token."""
+    """Whether the kernel, and others with its warps, can compute this call for requests of one
+    token, which then have 16-bit products."""
     page = limits.tokens_per_block
     return (
-        int(call.attributes["head_size"]) in (64, 128)
+        fp8_tokens(call.attributes) is not Fp8Tokens.ALL
+        and int(call.attributes["head_size"]) in (64, 128)
         and int(call.attributes["window"]) == 0
         and page >= 8
         and page & (page - 1) == 0

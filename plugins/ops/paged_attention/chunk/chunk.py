@@ -20,7 +20,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
     StepLimits,
     StepShape,
 )
-from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
+from llmctl.plugins.ops.paged_attention.fp8_context import GROUP, Fp8Tokens, fp8_tokens
 from llmctl.plugins.ops.paged_attention.generation.generation import covers
 from llmctl.plugins.ops.paged_attention.shared.source_specs import (
     group_size,
@@ -62,8 +62,8 @@ def chunk_launches(
     """Attend for requests of at least min_tokens tokens.
 
     counters: the first counts items that were taken; zero before and after. In an engine whose
-    prompts have FP8 products (`fp8_context`) tokens before their `context_end` are left out; few
-    are left then, so their tiles are not converted before.
+    prompts have FP8 products tokens before their `context_end` are left out; few are left then, so
+    their tiles are not converted before.
     """
     all_heads, requests = int(call.attributes["num_kv_heads"]), shape.num_requests
     blocks = shape.num_tokens // (ROWS // group_size(call)) + requests  # or fewer
@@ -75,7 +75,7 @@ def chunk_launches(
         requests,
         min_tokens,
     )
-    if call.attributes.get("fp8_context", False):
+    if _has_fp8_prompts(call):
         limits = env.limits
         grid = (min(blocks * all_heads, limits.num_sms), 1, 1)
         # Device rounds have chains that are no prompts, and leave what a prompt's step said.
@@ -151,10 +151,15 @@ def images_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     )
 
 
+def _has_fp8_prompts(call: OpCall) -> bool:
+    """Whether some tokens are chunk_fp8.cu's. (Where all are, nothing is for this kernel.)"""
+    return fp8_tokens(call.attributes) is Fp8Tokens.PROMPTS
+
+
 def chunk_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """What steps may need."""
     found = [chunk_spec(call, limits)]
-    if _may_convert(call, limits) and not call.attributes.get("fp8_context", False):
+    if _may_convert(call, limits) and not _has_fp8_prompts(call):
         found += [images_spec(call, limits), chunk_spec(call, limits, by_images=True)]
     return found
 
@@ -167,7 +172,7 @@ def chunk_spec(call: OpCall, limits: StepLimits, *, by_images: bool = False) -> 
     operand_bytes = KEYS * size * 2
     stage_bytes = 2 * operand_bytes + 4 * 8  # keys and values, and their barriers
     fixed_bytes = 4 * operand_bytes + request_bytes  # queries of two items
-    has_context = bool(call.attributes.get("fp8_context", False))
+    has_context = _has_fp8_prompts(call)
     ends = kept_tokens(call, limits)
     kinds = ["images"] * by_images + ["context"] * has_context + [f"ends{ends}"] * (ends > 0)
     stages = min((HOPPER.max_shared_bytes - fixed_bytes) // stage_bytes, _MOST_STAGES)

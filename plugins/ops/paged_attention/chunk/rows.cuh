@@ -117,9 +117,14 @@ DEVICE void load_queries(u32 (&queries)[STEPS][4], u32 operand) {
   }
 }
 
+// The first tile of what is appended to `all`: work items, or what another kernel has for them.
+struct Units {
+  static DEVICE int start(int unit) { return unit_start(unit); }
+};
+
 // Attends to tiles [0, tiles): `all` is what is merged of all work items but the last, `unit` the last one. From
 // full_tiles on rows see keys up to last_key only. Queries are where `start_logits` finds them.
-template <class Softening, class Queries, class Scale, class Merged, class Unit>
+template <class Softening, class Its = Units, class Queries, class Scale, class Merged, class Unit>
 DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, int tiles, int full_tiles,
                    const int (&last_key)[2], const Scale& scale, Merged& all, Unit& unit) {
   auto& keys = rings.keys;
@@ -163,7 +168,7 @@ DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, i
   };
   all.clear();
   unit.clear_states();
-  int next_unit = 1, unit_end = 1;
+  int next_unit = 1, unit_end = Its::start(1);
   multiply_keys();
   product_wait<0>();
   release_keys();
@@ -179,7 +184,7 @@ DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, i
     const auto weighed = unit.weighed();  // of the work item whose values are being added
     if (is_first) {
       unit.clear_states();
-      unit_end = unit_start(++next_unit);
+      unit_end = Its::start(++next_unit);
     }
     find_base(tile);
     product_wait<0>();

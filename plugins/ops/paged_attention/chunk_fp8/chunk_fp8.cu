@@ -5,7 +5,8 @@
 // Items and rings are those of chunk.cu (chunk/load.cuh). images_fp8.cu has written keys and values as operands, and
 // each warpgroup loads its queries itself. Values have one more dimension, ones, so that products give sums of weights, too.
 //
-// Macros: those of chunk.cu, with FP8_PRODUCTS 1, TILE_KEYS 128, MOST_UNIT (in such tiles), RAISE and WEIGHT_POWER.
+// Macros: those of chunk.cu, with FP8_PRODUCTS 1, TILE_KEYS 128, CHAIN, UNIT and MOST_UNIT (in such tiles), RAISE and WEIGHT_POWER;
+// EVERY_TOKEN 1 where all tokens have FP8 products, whatever `context_ends` has.
 // Grid: at most one per multiprocessor. `counter` is zero before and after.
 
 #include "ops/paged_attention/chunk/images.cuh"
@@ -20,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
               int num_heads, int first_chunk, int num_chunks) {
   extern __shared__ __align__(1024) u8 memory[];
   launch_dependents();
-  constexpr int MERGED = WARPGROUPS * MERGED_BYTES;
+  constexpr int MERGED = 2 * WARPGROUPS * MERGED_BYTES;
   const Shared shared = {shared_address(memory) + MERGED, memory + MERGED};
   init_barriers(shared, 1);
   for (int i = threadIdx.x; i < STAGES * 64; i += blockDim.x) {  // a dimension of ones and seven of zeros
@@ -42,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
   const float key_scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
   Rings rings;
   Merged all;
-  all.at = shared_address(memory) + (threadIdx.x / 128 - 1) * MERGED_BYTES + threadIdx.x % 128 * 16;
+  all.memory = shared_address(memory);
 #pragma unroll 1
   for (u32 nth = 0;; ++nth) {
     barrier_wait(shared.full_item(nth % 2), nth / 2 % 2);
@@ -59,15 +60,15 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
       last_key[r] = min(load_int(position_ids + token), item.limit - 1);
       scale[r] = __fmul_rn(key_scale, queries.unit[r]);
     }
-    Fp8State unit;
-    attend<Fp8Softening>(shared, rings, queries, tiles, full_tiles, last_key, scale, all, unit);
-    const float total[2] = {unit.total(0), unit.total(1)};
-    all.append(unit, unit.base, total, true);
+    Fp8State chain;
+    attend<Fp8Softening, Chains>(shared, rings, queries, tiles, full_tiles, last_key, scale, all, chain);
+    float total[2];
+    all.append(chain, chain.base, total, true);
     State merged;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) merged.total[r] = all.total[r];
+    for (int r = 0; r < 2; ++r) merged.total[r] = total[r];
 #pragma unroll
-    for (int i = 0; i < SIZE / 2; ++i) merged.acc[i] = unit.sums[i];
+    for (int i = 0; i < SIZE / 2; ++i) merged.acc[i] = chain.sums[i];
     // Read here, because keeping them through the loop would cost registers.
     const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
     const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;

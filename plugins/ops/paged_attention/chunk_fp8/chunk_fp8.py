@@ -1,7 +1,8 @@
 """Prompts' attention with FP8 products: binaries, launches of images_fp8.cu and chunk_fp8.cu.
 
 Engines have them where `--use_fp8_context_fmha` asks for them (fp8_context.py says for which
-tokens); reference.py has the arithmetic.
+tokens); reference.py has the arithmetic. With `--use_fp8_generation_fmha` they compute all tokens
+of requests of more than a few.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cuda.arch import HOPPER
 from llmctl.plugins.backends.cuda.dtypes import pointer
 from llmctl.plugins.backends.cuda.kernel_spec import (
+    Constant,
     KernelSpec,
     Launch,
     LaunchEnv,
@@ -23,20 +25,23 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.paged_attention.chunk.chunk import (
-    MOST_REQUESTS,
     ROWS,
     WARPGROUPS,
     covers_chunks,
+    kept_tokens,
     request_room,
 )
 from llmctl.plugins.ops.paged_attention.chunk_fp8.reference import (
+    CHAIN,
     KEYS,
     MOST_UNIT,
     RAISE,
+    UNIT,
     WEIGHT_POWER,
 )
-from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
+from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens, fp8_tokens
 from llmctl.plugins.ops.paged_attention.shared.source_specs import (
+    SHORT,
     group_size,
     source_variant,
     tensor_types,
@@ -45,22 +50,19 @@ from llmctl.plugins.ops.paged_attention.shared.source_specs import (
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
+MOST_REQUESTS = 1024  # 16 bytes each; leaves room for two tiles
 _IMAGE_BYTES = 128 << 20  # for operands of an engine, or as many as one head of a context takes
 _IMAGE_BLOCKS = 4  # thread blocks a multiprocessor
 _Arguments: TypeAlias = "tuple[torch.Tensor | int | float, ...]"
-_OWN = {"FP8_PRODUCTS": 1, "TILE_KEYS": KEYS, "MOST_UNIT": MOST_UNIT}
-
-
-def has_fp8_context(call: OpCall) -> bool:
-    """Whether some tokens of prompts have FP8 products."""
-    return bool(call.attributes.get("fp8_context", False))
+_OWN = {"FP8_PRODUCTS": 1, "TILE_KEYS": KEYS, "UNIT": UNIT, "MOST_UNIT": MOST_UNIT}
 
 
 def fp8_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """What steps of an engine with FP8 products need; Unsupported where that cannot be computed."""
-    if not has_fp8_context(call):
+    if fp8_tokens(call.attributes) is Fp8Tokens.NONE:
         return []
-    if limits.kv_dtype != FP8 or not covers_chunks(call, limits):
+    fits = limits.max_batch_size <= MOST_REQUESTS
+    if limits.kv_dtype != FP8 or not fits or not covers_chunks(call, limits):
         raise Unsupported(
             f"{call.name}: no kernel multiplies as FP8 numbers with a cache of {limits.kv_dtype}, "
             f"head size {call.attributes['head_size']}, a window of {call.attributes['window']}, "
@@ -80,8 +82,8 @@ def fp8_launches(
     logit_scale: float,
     min_tokens: int,
 ) -> list[Launch]:
-    """Attend for tokens before their requests' `context_end`, of requests of at least min_tokens
-    tokens; the other arguments are those of `chunk_launches`.
+    """Attend for tokens before their requests' `context_end`, or for all, of requests of at least
+    min_tokens tokens; the other arguments are those of `chunk_launches`.
 
     All keys become operands before, of as many heads and requests at a time as there is room for.
     """
@@ -93,7 +95,7 @@ def fp8_launches(
     ends = env.step.context_end
     tiles = -(-shape.max_kv_len // KEYS)
     found = []
-    for *heads, first_chunk, num_chunks in _turns(call, limits, shape):
+    for *heads, first_chunk, num_chunks in _turns(call, limits, shape, min_tokens):
         turn = (tiles, *heads, first_chunk, num_chunks)
         written: _Arguments = (*tensors[5:], ends, room, *numbers, *turn)
         grid = (_IMAGE_BLOCKS * limits.num_sms, 1, 1)
@@ -106,18 +108,24 @@ def fp8_launches(
 
 
 def _turns(
-    call: OpCall, limits: StepLimits, shape: StepShape
+    call: OpCall, limits: StepLimits, shape: StepShape, min_tokens: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """First head, heads, first chunk and chunks of each pair of launches."""
     heads = int(call.attributes["num_kv_heads"])
-    # A request with FP8 products has a group of tokens at least.
-    chunks = min(shape.num_requests, shape.num_tokens // GROUP)
+    requests = shape.num_requests - (shape.num_short if min_tokens > 1 else 0)
+    chunks = _most_chunks(call, requests, shape.num_tokens, min_tokens)
     places = _image_bytes(call, limits) // (-(-shape.max_kv_len // KEYS) * _tile_bytes(call))
     heads_at_once, chunks_at_once = min(heads, places), max(places // heads, 1)
     for chunk in range(0, chunks, chunks_at_once):
         for head in range(0, heads, heads_at_once):
             count = min(heads_at_once, heads - head)
             yield head, count, chunk, min(chunks_at_once, chunks - chunk)
+
+
+def _most_chunks(call: OpCall, requests: int, tokens: int, min_tokens: int) -> int:
+    """How many of the requests with so many tokens in all may have some with FP8 products."""
+    # Of a prompt a whole group at least.
+    return min(requests, tokens // (fp8_tokens(call.attributes).group or min_tokens))
 
 
 def _tile_bytes(call: OpCall) -> int:
@@ -128,19 +136,27 @@ def _tile_bytes(call: OpCall) -> int:
 def _image_bytes(call: OpCall, limits: StepLimits) -> int:
     """Room for operands: at least for one head of the longest context."""
     a_head = -(-limits.max_seq_len // KEYS) * _tile_bytes(call)
-    chunks = max(limits.max_num_tokens // GROUP, 1)
-    wanted = int(call.attributes["num_kv_heads"]) * chunks * a_head
+    most = _most_chunks(call, limits.max_batch_size, limits.max_num_tokens, SHORT + 1)
+    wanted = int(call.attributes["num_kv_heads"]) * max(most, 1) * a_head
     return max(min(_IMAGE_BYTES, wanted), a_head)
+
+
+def _variant(call: OpCall, limits: StepLimits) -> tuple[list[str], dict[str, Constant]]:
+    """What tells binaries of one source apart: the parts of a name, and the macros."""
+    words, constants = source_variant(call, limits)
+    if fp8_tokens(call.attributes) is Fp8Tokens.ALL:
+        return ["all", *words], constants | _OWN | {"EVERY_TOKEN": 1}
+    return words, constants | _OWN
 
 
 def images_fp8_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     """The binary of images_fp8.cu."""
-    words, constants = source_variant(call, limits)
+    words, constants = _variant(call, limits)
     return KernelSpec(
         name=".".join(["paged_attention.images_fp8", *words]),
         source="ops/paged_attention/chunk_fp8/images_fp8.cu",
         arguments=(pointer(limits.kv_dtype), *["*i32"] * 5, "*u8", *["i32"] * 8),
-        constants=constants | _OWN,
+        constants=constants,
         entry="images_fp8",
         num_warps=4,
     )
@@ -149,11 +165,15 @@ def images_fp8_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
 def chunk_fp8_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     """The binary of chunk_fp8.cu."""
     size = int(call.attributes["head_size"])
-    words, constants = source_variant(call, limits)
+    words, constants = _variant(call, limits)
     requests, request_bytes = request_room(limits)
-    # Keys, values with eight more dimensions, and their barriers; what is merged of all rows.
+    is_all = fp8_tokens(call.attributes) is Fp8Tokens.ALL
+    ends = kept_tokens(call, limits) if is_all else 0  # else tokens that get logits are chunk.cu's
+    words = [f"ends{ends}"] * (ends > 0) + words
+    # Keys, values with eight more dimensions, and their barriers; what is merged of all rows: of
+    # work items and of chains, sums and four numbers more for each of a row's four threads.
     stage_bytes = KEYS * (2 * size + 8) + 4 * 8
-    fixed_bytes = ROWS * size * 4 + request_bytes
+    fixed_bytes = 2 * ROWS * (size + 8) * 4 + request_bytes
     stages = (HOPPER.max_shared_bytes - fixed_bytes) // stage_bytes
     return KernelSpec(
         name=".".join(["paged_attention.chunk_fp8", *words, f"b{requests}"]),
@@ -164,13 +184,14 @@ def chunk_fp8_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
             *("*u8", *["i32"] * 5),
         ),
         constants=constants
-        | _OWN
         | {
             "STAGES": stages,
             "WARPGROUPS": WARPGROUPS,
+            "CHAIN": CHAIN,
             "RAISE": f"{RAISE}f",
             "WEIGHT_POWER": f"{WEIGHT_POWER}f",
-        },
+        }
+        | ({"ENDS": ends} if ends else {}),
         entry="chunk_fp8",
         num_warps=4 + ROWS // 16,
         shared_bytes=fixed_bytes + stages * stage_bytes,

@@ -5,8 +5,8 @@
 // keys in the order in which threads have their weights, of each 16 keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t for t from 0 to 3.
 // Both have the 128-byte swizzle of tensor cores.
 //
-// Macros: those of shared/operands.cuh, FP8_PRODUCTS 1, TILE_KEYS 128. Grid: any, of which four thread blocks fit a multiprocessor;
-// each takes one tile of a head after another.
+// Macros: those of shared/operands.cuh, FP8_PRODUCTS 1, TILE_KEYS 128, EVERY_TOKEN (as for chunk_fp8.cu). Grid: any, of which
+// four thread blocks fit a multiprocessor; each takes one tile of a head after another.
 
 #include "ops/paged_attention/chunk/image_places.cuh"
 

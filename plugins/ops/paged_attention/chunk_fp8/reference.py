@@ -7,14 +7,15 @@ are rounded to bfloat16; the rest differ by how it computes powers of two.
 A row is a query head of a token, and all that is decided for it follows from itself:
 
 - Its query is divided by a power of two, the smallest with which all its numbers stay within 448.
-- Keys are taken in tiles of KEYS and work items of 1 to MOST_UNIT tiles at absolute positions,
-  divided as shared/tiles.py says. A work item has a base, a logit (times log2 e): the largest of
-  its first visible tile, raised to the largest of a later tile only if that is more than RAISE
-  above it, which few are. Its sums are scaled then.
+- Keys are taken in tiles of KEYS, and these in chains of CHAIN tiles at absolute positions. A chain
+  has a base, a logit (times log2 e): the largest of its first visible tile, raised to the largest
+  of a later tile only if that is more than RAISE above it, which few are. Its sums are scaled then.
 - A weight is 2^(logit - base + WEIGHT_POWER), so at most 256; E4M3 has normal numbers down to a
   2^-14th of that. Sums of weights times values, and of weights alone, are of rounded weights and
-  one chain of products from zero over the work item: 512 keys at most, for a sum has 14 bits.
-- Work items are merged from left to right.
+  one chain of products from zero over the chain's 512 keys, no more, for a sum has 14 bits.
+- Work items are UNIT to MOST_UNIT tiles, divided as shared/tiles.py says, and so whole chains.
+  Chains are merged from left to right within their work item, and work items then, which leaves
+  fewer of them for thread blocks to store that share a long context.
 
 Keys within a group of 32 may come in any order, because the order of an instruction's products
 does not matter: images_fp8.cu stores values in the order in which threads have their weights.
@@ -31,7 +32,7 @@ from llmctl.plugins.core.op_spec import FP8_MAX
 from llmctl.plugins.ops.paged_attention.shared.tiles import unit_start
 
 KEYS = 128  # of a tile
-MOST_UNIT = 4  # tiles, a power of two
+CHAIN, UNIT, MOST_UNIT = 4, 4, 16  # tiles, powers of two
 RAISE = 4.0  # powers of two
 WEIGHT_POWER = 4.0
 _E4M3 = torch.float8_e4m3fn
@@ -47,19 +48,20 @@ def attend(
     """
     rows, unit = quantize_queries(q)
     logit_scale = unit[:, None] * (scale * math.log2(math.e))
-    state = _nothing(q, v)
-    first, item = 0, 0
+    state = item = _nothing(q, v)
+    first, nth = 0, 0
     while first < len(k):
-        end = unit_start(item + 1, MOST_UNIT) * KEYS
         own = _nothing(q, v)
-        for start in range(first, min(end, len(k)), KEYS):
+        for start in range(first, min(first + CHAIN * KEYS, len(k)), KEYS):
             keys = slice(start, start + KEYS)
             nothing = torch.zeros(len(q), len(k[keys]), device=q.device)
             logits = add_products(nothing, rows, k[keys]) * logit_scale
             hidden = start + torch.arange(len(k[keys]), device=q.device) > positions[:, None]
             own = _add_tile(own, logits.masked_fill(hidden, -math.inf), v[keys])
-        state = _merge(state, own)
-        first, item = end, item + 1
+        item = _merge(item, own)
+        first += CHAIN * KEYS
+        if first >= min(unit_start(nth + 1, MOST_UNIT, UNIT) * KEYS, len(k)):
+            state, item, nth = _merge(state, item), _nothing(q, v), nth + 1
     return state[2] / state[1][:, None]
 
 

@@ -2,7 +2,11 @@
 // warps bring the tiles of one context after another, others attend to them.
 #pragma once
 
+#include "ops/paged_attention/long/merge.cuh"
 #include "ops/paged_attention/long/ranges.cuh"
+
+constexpr int RANGE_AT = PLACE_AT + sizeof(Place);
+static_assert(RANGE_AT + sizeof(Range) <= SHARED_BYTES, "room for all of it");
 
 // What those who compute need again when they have attended to a context, or seldom before: all their registers are used then.
 struct Kept {

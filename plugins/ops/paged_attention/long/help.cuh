@@ -2,7 +2,11 @@
 // after the other, and merges nothing. Code of its own, as a loop around what the others do would cost them registers.
 #pragma once
 
+#include "ops/paged_attention/long/merge.cuh"
 #include "ops/paged_attention/long/shares.cuh"
+
+constexpr int PLACE_AT = (Tiles::BYTES + 15) / 16 * 16;
+static_assert(PLACE_AT + sizeof(Place) <= SHARED_BYTES, "room for all of it");
 
 #if !TREE && !ALONE
 DEVICE void help(const Tiles& shared, const Place& placed, const MODEL_TYPE::Storage* q, const int* position_ids,

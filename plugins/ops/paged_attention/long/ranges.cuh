@@ -9,8 +9,8 @@
 
 #include "ops/paged_attention/long/shares.cuh"
 
-constexpr int EXTRA = 2;     // tiles that take as long as what a context needs besides its own
-constexpr int SHARING = 16;  // tiles that take as long as what thread blocks need that share a context
+constexpr int EXTRA = 128 / KEYS;  // tiles that take as long as what a context needs besides its own
+constexpr int SHARING = KEYS > 64 ? 3 : 16;  // tiles that take as long as what thread blocks need that share a context
 
 constexpr int FLAG_STEP = 16;  // numbers from one thread block's flag to the next
 
@@ -19,8 +19,6 @@ constexpr int FLAG_STEP = 16;  // numbers from one thread block's flag to the ne
 struct Range {
   int begin, end, request, base, longest;
 };
-constexpr int RANGE_AT = PLACE_AT + sizeof(Place);
-static_assert(RANGE_AT + sizeof(Range) <= SHARED_BYTES, "room for all of it");
 
 // A walk through the contexts of a range: a KV head of a block of a request's rows each.
 struct Contexts {
@@ -75,10 +73,13 @@ struct Contexts {
 DEVICE void find_range(Range& range, Place& place, const Requests& all, int room) {
   const int lane = lane_id(), blocks = gridDim.x;
   Context its;
+  int loaded = -1, contexts_of_it = 0;
   const auto load = [&](int first) {  // of how many contexts
+    if (first == loaded) return contexts_of_it;  // of few requests only once
     its.load(all, first + lane);
     const int count = its.cost > 0 ? its.numbers.end - its.numbers.start : 0;
-    return (count + all.block_tokens - 1) / all.block_tokens * HEADS;
+    loaded = first, contexts_of_it = (count + all.block_tokens - 1) / all.block_tokens * HEADS;
+    return contexts_of_it;
   };
   int width = 0, longest = 1, contexts = 0;
 #pragma unroll 1
@@ -89,9 +90,9 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
   }
   const int units = count_units(longest), unit = unit_start(units) - unit_start(units - 1);
   int parts = 0, entries = 0, each = longest + 1, ranges = min(min(blocks, contexts), width / unit);
-  const int least = round_up((width + blocks - 1) / blocks);
+  const int grain = largest_unit(longest), least = round_up((width + blocks - 1) / blocks, grain);
   if (longest > least + SHARING) {  // lanes try how many tiles a part should have at least
-    const int step = round_up(least / 30 + 1), tried = least + lane * step;
+    const int step = round_up(least / 30 + 1, grain), tried = least + lane * step;
     const float by = reciprocal(tried);
     int needed = 0, row = 0;
 #pragma unroll 1

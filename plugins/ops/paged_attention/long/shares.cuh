@@ -2,7 +2,7 @@
 // from its length in this step. So the longest share of a context is about as long as that of any other.
 #pragma once
 
-#include "ops/paged_attention/long/merge.cuh"
+#include "ops/paged_attention/long/share.cuh"
 #if TREE
 #include "ops/paged_attention/tree/columns.cuh"
 #endif
@@ -39,8 +39,6 @@ DEVICE float reciprocal(int x) {
 }
 // Division that rounds up, of numbers below 2^21: x by y, whose reciprocal is known.
 DEVICE int divide_up(int x, int y, float by) { return int((float(x) + (float(y) - 0.5f)) * by); }
-
-constexpr int MORE = TREE ? TAIL_TILES : 0;  // tiles that take as long as what follows those that are divided
 
 // A request's context, for a block of its rows.
 struct Context {
@@ -128,8 +126,6 @@ struct Place {
 };
 DEVICE int num_blocks_of_rows() { return HELPS && gridDim.y == 1 ? HEADS : gridDim.y; }
 DEVICE bool are_helped(const Requests& all) { return HELPS && gridDim.y == 1 && all.count == 1; }
-constexpr int PLACE_AT = (Tiles::BYTES + 15) / 16 * 16;
-static_assert(PLACE_AT + sizeof(Place) <= SHARED_BYTES, "room for all of it");
 
 #if !ALONE
 // By one warp. The least number of tiles for a share is chosen with which there are enough thread blocks for all contexts

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ops/paged_attention/chunk/rows.cuh"
+#include "ops/paged_attention/long/share.cuh"
 
 constexpr int COMPUTING = 128 * WARPGROUPS;  // threads
 constexpr int ALL_THREADS = THREADS + COMPUTING;
@@ -51,51 +52,6 @@ struct Tiles {
   }
 };
 static_assert(Tiles::BYTES <= SHARED_BYTES, "room for all of it");
-
-DEVICE int round_up(int tiles) { return (tiles + MOST_UNIT - 1) & -MOST_UNIT; }
-
-// What work items take: the first 16, of one tile each, ONE; others 4 SCALE times 2^octave, and their ends END, but none is added for
-// those of the most tiles, which most shares have.
-template <int ONE, int SCALE, int END>
-struct Costs {
-  DEVICE static constexpr int unit_cost(int octave) { return SCALE * (4 << octave) + END * (octave < LAST_OCTAVE); }
-  DEVICE static int cost(int tiles) {
-    int its = min(tiles, 16) * ONE;
-#pragma unroll
-    for (int octave = 0; octave <= LAST_OCTAVE; ++octave) {
-      const int more = max(tiles - (16 << octave), 0), most = octave < LAST_OCTAVE ? 16 << octave : more;
-      its += min(more, most) * unit_cost(octave) / (2 << octave);
-    }
-    return its;
-  }
-  // The last work item behind those that take no more than that.
-  DEVICE static int unit_behind(int cost) {
-    int unit = cost / ONE, from = ONE * 16;
-#pragma unroll
-    for (int octave = 0; octave <= LAST_OCTAVE; ++octave) {
-      if (cost >= from) unit = 16 + 8 * octave + (cost - from) / unit_cost(octave);
-      from += 8 * unit_cost(octave);
-    }
-    return unit;
-  }
-};
-
-// Tiles [begin, end) of a thread block. Costs in half tiles: the end of a work item takes about as long as half a tile.
-struct Share : Costs<3, 1, 1> {
-  int begin, end, first_unit;
-
-  // Where share `nth` of `count` begins, of `tiles` of a context: where a work item does. What follows the tiles, of trees, is
-  // the last share's, and takes as long as `more` tiles. Shares of longer chains take about as long, but none has more tiles than
-  // if all had as many: work items of the most tiles cannot be divided.
-  DEVICE static int border(int tiles, int more, int nth, int count) {
-    const int last = count_units(tiles + 1) - 1;
-    if (nth == count) return tiles;
-    if (TREE || tiles <= count * MOST_UNIT) return unit_start(min(count_units((tiles + more) * nth / count + 1) - 1, last));
-    const int most = round_up((tiles + count - 1) / count);
-    const int from_end = min(round_up(tiles) - (count - nth) * most, unit_start(last));
-    return max(unit_start(min(unit_behind(cost(tiles) * nth / count), last)), from_end);
-  }
-};
 
 // A walk through the tiles of a share.
 struct Walk {

@@ -15,10 +15,6 @@ constexpr int LOGIT_BYTES = KEYS * 4;    // of a row
 static_assert(SIZE == 128 && IS_BYTE, "a warp has two of eight chunks of the values");
 static_assert(ROWS % 8 == 0 && ROWS <= WARPGROUP, "a thread for each row");
 
-#define D24(i) D16(i), D8(i + 16)
-#define D44(i) D32(i), D8(i + 32), D4(i + 40)
-#define I44 I32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43"
-
 // d[64 x N] = (add ? d : 0) + a[64 x 16] b[N x 16]^T.
 template <int N>
 struct Columns;

@@ -205,7 +205,12 @@ DEVICE void stage(u32 target, const uint4 (&x)[COUNT], u32 place = own_place(), 
   }
 }
 
-// How many of a chunk's `count` tokens from `start` on have FP8 products: those before its request's `context_ends`.
+// How many of a chunk's `count` tokens from `start` on have FP8 products: those before its request's `context_ends`, with
+// EVERY_TOKEN all.
 DEVICE int fp8_tokens(const int* context_ends, const int* position_ids, int request, int start, int count) {
+#if EVERY_TOKEN
+  return count;
+#else
   return min(count, max(0, load_int(context_ends + request) - load_int(position_ids + start)));
+#endif
 }

@@ -23,14 +23,14 @@ def count_units(num_keys: int) -> int:
     return count
 
 
-def unit_start(unit: int, most: int = MOST_UNIT) -> int:
-    """The first tile of a work item, where work items have at most so many tiles."""
+def unit_start(unit: int, most: int = MOST_UNIT, least: int = UNIT) -> int:
+    """The first tile of a work item, where work items have so many tiles at most and at least."""
     tile = 0
     for _ in range(unit):
-        tile += _unit_tiles(tile, most)
+        tile += _unit_tiles(tile, most, least)
     return tile
 
 
-def _unit_tiles(first: int, most: int = MOST_UNIT) -> int:
+def _unit_tiles(first: int, most: int = MOST_UNIT, least: int = UNIT) -> int:
     """The number of tiles of the work item that begins with this tile."""
-    return min(max((1 << first.bit_length()) >> 4, UNIT), most)
+    return min(max((1 << first.bit_length()) >> 4, least), most)

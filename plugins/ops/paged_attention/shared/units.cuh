@@ -15,7 +15,6 @@ constexpr int OWN_SIZE = SIZE / PARTS;  // dimensions of values that a thread bl
 constexpr long long PAGE = (long long)HEADS * TOKENS_PER_BLOCK * SIZE;  // elements of a page's keys
 constexpr int SPAN = TOKENS_PER_BLOCK < KEYS ? TOKENS_PER_BLOCK : KEYS;  // keys of one page in a tile
 constexpr int TILE_PAGES = KEYS / SPAN, TILES_PER_PAGE = TOKENS_PER_BLOCK / SPAN;
-static_assert(UNIT == 1, "the first 16 units are one tile each");
 static_assert(TILE_PAGES <= 32, "a warp reads a tile's pages at once");
 
 template <bool CONDITION, class A, class B>
@@ -89,18 +88,18 @@ DEVICE float finite(float top) { return top == minus_infinity() ? 0.0f : top; }
 DEVICE int highest_bit(int x) { return 31 - __clz(x); }
 
 DEVICE constexpr int log2_of(int x) { return x > 1 ? 1 + log2_of(x / 2) : 0; }
-constexpr int LAST_OCTAVE = log2_of(MOST_UNIT) - 1;  // from 16 << LAST_OCTAVE tiles on work items have MOST_UNIT
-static_assert(LAST_OCTAVE >= 0 && MOST_UNIT == 2 << LAST_OCTAVE, "a power of two");
+constexpr int LAST_OCTAVE = log2_of(MOST_UNIT / UNIT) - 1;  // from 16 UNIT << LAST_OCTAVE tiles on work items have MOST_UNIT
+static_assert(MOST_UNIT == UNIT << (LAST_OCTAVE + 1), "a power of two");
 
 DEVICE constexpr int unit_start(int unit) {
-  if (unit < 16) return unit;
+  if (unit < 16 || MOST_UNIT == UNIT) return UNIT * unit;
   const int octave = (unit - 16) / 8 < LAST_OCTAVE ? (unit - 16) / 8 : LAST_OCTAVE;
-  return (16 << octave) + (unit - 16 - 8 * octave) * (2 << octave);
+  return UNIT * ((16 << octave) + (unit - 16 - 8 * octave) * (2 << octave));
 }
 
 DEVICE int count_units(int tiles) {
-  const int last = tiles - 1;
-  if (last < 16) return tiles;
+  const int last = (tiles + UNIT - 1) / UNIT - 1;
+  if (last < 16 || MOST_UNIT == UNIT) return last + 1;
   const int octave = min(highest_bit(last) - 4, LAST_OCTAVE);
   return 16 + 8 * octave + ((last - (16 << octave)) >> (octave + 1)) + 1;
 }

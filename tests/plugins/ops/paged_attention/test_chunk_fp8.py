@@ -18,8 +18,9 @@ from llmctl.plugins.backends.cuda.compiler import compile_kernel
 from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.ops.paged_attention import kernel, reference
 from llmctl.plugins.ops.paged_attention.chunk_fp8 import chunk_fp8
-from llmctl.plugins.ops.paged_attention.chunk_fp8.reference import KEYS, MOST_UNIT
+from llmctl.plugins.ops.paged_attention.chunk_fp8.reference import CHAIN, KEYS, MOST_UNIT, UNIT
 from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
+from llmctl.plugins.ops.paged_attention.shared.tiles import unit_start
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "lengths": (700, 333)}
 PROMPT: list[Part] = [(0, 0, 700)]
@@ -59,8 +60,8 @@ def test_copies_alone_write_the_rings():
     code = disassemble(compile_kernel(spec))
     assert len(re.findall(r"\bUBLKCP", code)) == 2, "keys and values"
     assert not re.findall(r"\bLDG[\w.]*128", code), "16-bit queries of the loading warps"
-    # Besides the dimension of ones, what is merged: 64 numbers of a thread.
-    assert len(re.findall(r"\bSTS\.128", code)) == 1 + 64 // 4
+    # Besides the dimension of ones, what is merged: 64 sums of a thread, and four other numbers.
+    assert len(re.findall(r"\bSTS\.128", code)) == 1 + (64 + 4) // 4
 
 
 def test_a_prompt_has_both_kernels_and_others_have_theirs():
@@ -171,13 +172,17 @@ def test_what_they_cannot_compute_is_refused_when_an_engine_is_built(other):
     assert refused.value.fix == "build with --use_fp8_context_fmha disable"
 
 
-def test_work_items_end_where_a_chain_of_products_does():
-    """512 keys at most, and a power of two of tiles, as headers want."""
-    assert KEYS * MOST_UNIT == 512 and MOST_UNIT.bit_count() == 1
+def test_chains_of_products_are_short_and_work_items_are_whole_chains():
+    """512 keys at most, and powers of two of tiles, as headers want."""
+    assert KEYS * CHAIN == 512
+    assert UNIT % CHAIN == 0 and UNIT.bit_count() == 1 and MOST_UNIT.bit_count() == 1
+    starts = [unit_start(unit, MOST_UNIT, UNIT) for unit in range(40)]
+    assert starts[:17] == [*range(0, 65, 4)] and starts[16:25] == [*range(64, 129, 8)]
+    assert starts[24:] == [*range(128, 369, 16)]
 
 
 def test_shared_memory_has_room_for_requests_and_some_tiles():
-    for requests in (1, 64, 4096):
+    for requests in (1, 64, chunk_fp8.MOST_REQUESTS):
         world = Fp8World(**MODEL, max_batch_size=requests)
         spec = chunk_fp8.chunk_fp8_spec(world.call(PROMPT), world.limits())
         assert int(spec.constants["STAGES"]) >= 2 and spec.shared_bytes <= HOPPER.max_shared_bytes

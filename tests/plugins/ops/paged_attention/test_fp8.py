@@ -42,10 +42,11 @@ def test_it_is_near_exact_attention(spread, most):
 
 
 def test_rounded_weights_alone_move_a_sum_of_values_by_their_own_error():
-    """With queries that E4M3 represents. Its numbers are off by some 2 % in the mean square."""
+    """With queries that E4M3 represents. Its numbers are off by some 2 % in the mean square, and
+    sums of 512 of them by a little more than sums of 128."""
     q, k, v, positions = made(1500, 1.0)
     inputs = (q.to(E4M3).bfloat16(), k, v, positions)
-    assert error(attend(*inputs, SIZE**-0.5), exact(*inputs)) < 0.025
+    assert error(attend(*inputs, SIZE**-0.5), exact(*inputs)) < 0.026
 
 
 def test_a_row_does_not_depend_on_others_or_on_keys_behind_it():

@@ -1,0 +1,1 @@
+"""Few tokens of requests whose attention has FP8 products."""

@@ -1,0 +1,112 @@
+// Paged attention with FP8 products of requests with few tokens: generation, verification of chains, the ends of prompts. Bits of a
+// row are those of chunk_fp8.cu, which has requests with many (chunk_fp8/reference.py has the arithmetic).
+//
+// One thread block runs on each multiprocessor, and all tiles of a step are divided among them (long/ranges.cuh). A warp
+// brings tiles; two warpgroups compute a tile together, keys and then dimensions as rows of products (products.cuh); the
+// bringing warp's warpgroup adds weights, by a product with ones. All meet once a tile: when its weights are in shared memory, the
+// slots of its keys and of the values before are empty.
+//
+// Macros: those of shared/operands.cuh with FP8_PRODUCTS 1, TILE_KEYS 128 and MOST_UNIT in such tiles, ROWS (of a thread block, a
+// multiple of 8), SLOTS (of keys, and of values), SHARED_BYTES, RAISE, WEIGHT_POWER.
+// Grid: one thread block per multiprocessor. Counters are zero before and after.
+
+#define TREE 0
+#define HELPS false
+#define ALONE 1
+#define LEAST_HELPED 0
+#define TAIL_TILES 0
+#include "ops/paged_attention/few_fp8/queries.cuh"
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
+    few_fp8(const MODEL_TYPE::Storage* q, const float* k_scale, const float* v_scale, const float* out_scale,
+            OUT_TYPE::Storage* out, const __grid_constant__ TensorMap map, const KV_TYPE::Storage* second_line,
+            const KV_TYPE::Storage* cache, const int* position_ids, const int* cu_q, const int* kv_lens, const int* block_tables, float* partial,
+            int* counters, float softmax_scale, int table_stride, int block_tokens, int max_tokens, int max_entries,
+            int num_requests) {
+  extern __shared__ __align__(1024) u8 memory[];
+  launch_dependents();
+  const Places places = {shared_address(memory)};
+  if (threadIdx.x == 0) {
+    prefetch_map(&map);
+    places.init_barriers();
+  }
+  const Requests requests = {cu_q, kv_lens, table_stride, block_tokens, max_tokens, num_requests};
+  Range& range = *(Range*)(memory + Places::RANGE_AT);
+  Place& placed = *(Place*)(memory + Places::PLACE_AT);
+  Columns& columns = *(Columns*)(memory + Places::COLUMNS_AT);
+  if (threadIdx.x / 32 == 1) find_range(range, placed, requests, max_entries);
+  __syncthreads();
+  if (range.begin == range.end) return;
+  const volatile Place& place = placed;
+  if (threadIdx.x < THREADS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+    add_totals(places, columns, requests, range, place, {partial, max_entries},
+               {&map, int((cache - second_line) / SIZE) + 1}, block_tables);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+  wait_for_dependencies();
+  const float key_scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
+  const float value_scale = V_SCALE ? *v_scale : 1.0f;
+  const float quanta = STATIC ? __fdiv_rn(1.0f, *out_scale) : 1.0f;
+  const Entries stored = {partial, max_entries};
+  const Own own;
+  const MergedSums all(memory);
+  Tiles tiles(places);
+  bool is_next = false;
+  Contexts at;
+  at.start_at_end(requests, range);
+#pragma unroll 1
+  do {
+    const Share share = at.share(range);
+    if (share.begin >= share.end) continue;
+    const int first_token = at.nth / HEADS * block_tokens;
+    const Part part = {at.nth % HEADS, at.start + first_token, min(block_tokens, at.tokens - first_token) * GROUP};
+    const Kept kept(place);
+    const int row = threadIdx.x - THREADS;
+    if (is_next) meet_all();  // nobody reads the queries and columns before any more
+    is_next = true;
+    put_queries(places, columns, q, part, position_ids, at.limit, key_scale);
+    if (share.begin > 0 && !kept.is_shared) {
+      wait_for_beginning(counters + (blockIdx.x - 1) * FLAG_STEP);
+#pragma unroll
+      for (int j = 0; j < BLOCKS; ++j) all.of(j) = __ldcg(stored.sums(blockIdx.x - 1) + nth_four(own, j));
+      if (row < ROWS) {
+        const float2 its = __ldcg(stored.states(blockIdx.x - 1) + row);
+        columns.all_base[row] = its.x, columns.all_total[row] = its.y;
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < BLOCKS; ++j) all.of(j) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (row < ROWS) columns.all_base[row] = minus_infinity(), columns.all_total[row] = 0.0f;
+    }
+    shared_fence();
+    meet_all();
+    const int full_tiles = min(load_int(position_ids + part.token) + 1, at.limit) / KEYS;
+    tiles.attend(columns, own, share, full_tiles, at.limit,
+                 [&](int unit, float(&item)[HELD], const float(&sums)[HELD], bool is_item) {
+                   float4* to = stored.sums(kept.merges ? 0 : kept.entry_of(unit));
+                   finish_sums(item, sums, columns, own, is_item, kept.merges, all, to);
+                 });
+    const bool hands_over = !kept.is_shared && share.end < at.tiles;
+    if (hands_over || kept.is_shared && kept.merges) {
+      const int entry = hands_over ? int(blockIdx.x) : kept.first_entry;
+#pragma unroll
+      for (int j = 0; j < BLOCKS; ++j) __stcg(stored.sums(entry) + nth_four(own, j), all.of(j));
+      if (row < ROWS) __stcg(stored.states(entry) + row, make_float2(columns.all_base[row], columns.all_total[row]));
+      if (hands_over) tell_next(counters + blockIdx.x * FLAG_STEP);
+    } else if (!kept.is_shared) {
+      write_rows(all, columns, own, part, out, value_scale, quanta);
+    }
+    if (kept.is_shared) {
+      int* counter = counters + place.counter;
+      const int sharing = place.count, count = count_units(place.context.end) - kept.first_unit + 1;
+      meet_computing();
+      if (threadIdx.x == THREADS) wait_for_others(counter, sharing);
+      meet_computing();
+      merge_stored(stored, kept.first_entry, count, place.nth, sharing, part, out, value_scale, quanta);
+      if (threadIdx.x == THREADS) leave_others(counter, sharing);
+      return;
+    }
+  } while (at.advance(requests, range));
+}

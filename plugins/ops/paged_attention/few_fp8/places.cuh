@@ -1,0 +1,135 @@
+// Shared memory of few_fp8.cu, and how one warp brings tiles: boxes of the cache as they are, which is how tensor cores
+// read keys, and values are transposed on their way to registers (products.cuh).
+#pragma once
+
+#include "backends/cuda/sm90/held_product.cuh"
+#include "ops/paged_attention/shared/meeting.cuh"
+#include "ops/paged_attention/shared/operands.cuh"
+#include "ops/paged_attention/shared/output.cuh"
+
+#include "ops/paged_attention/long/ranges.cuh"
+
+constexpr int COMPUTING = 256;                 // threads of two warpgroups, behind THREADS of a third
+constexpr int ALL_THREADS = THREADS + COMPUTING;
+constexpr int TILE_BYTES = KEYS * SIZE;        // of its keys, or its values
+constexpr int ROWS_BYTES = ROWS * 128;         // queries, or weights of a tile
+static_assert(KEYS == 128 && SIZE == 128 && KV_TYPE::bytes == 1, "keys, dimensions and weights are rows of 128 bytes");
+static_assert(SPAN >= 8, "a box is whole atoms of the swizzle");
+
+// What is known of each row, a column of the products.
+struct Columns {
+  float scale[ROWS];              // of its logits
+  float shift[ROWS];              // what is added to logits: WEIGHT_POWER less the base
+  float base[ROWS];               // of the chain
+  float fade[ROWS];               // factor for sums of earlier tiles
+  float total[ROWS];              // of weights of a chain
+  float left[ROWS], right[ROWS];  // factors for a work item, and for a chain behind it
+  float all_left[ROWS], all_right[ROWS];  // for what has been merged, and for a work item
+  float item_base[ROWS], item_total[ROWS];  // of a work item
+  float all_base[ROWS], all_total[ROWS];    // of what has been merged
+  int top[2][ROWS];               // the largest logit of a tile, in order: of a chain's first one, of another one
+  int last_key[ROWS];             // that it sees
+};
+
+struct Places {
+  u32 base;
+
+  static constexpr int VALUES_AT = SLOTS * TILE_BYTES;
+  static constexpr int QUERIES_AT = VALUES_AT + SLOTS * TILE_BYTES;
+  static constexpr int WEIGHTS_AT = QUERIES_AT + ROWS_BYTES;
+  static constexpr int MERGED_AT = WEIGHTS_AT + 2 * ROWS_BYTES;
+  static constexpr int BARRIERS_AT = MERGED_AT + ROWS * SIZE * 4;
+  static constexpr int COLUMNS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 1) / 16 * 16;
+  static constexpr int PLACE_AT = COLUMNS_AT + (sizeof(Columns) + 15) / 16 * 16;
+  static constexpr int RANGE_AT = PLACE_AT + (sizeof(Place) + 15) / 16 * 16;
+  static constexpr int BYTES = RANGE_AT + sizeof(Range);
+
+  DEVICE u32 keys(int slot) const { return base + slot * TILE_BYTES; }
+  DEVICE u32 values(int slot) const { return base + VALUES_AT + slot * TILE_BYTES; }
+  DEVICE u32 queries() const { return base + QUERIES_AT; }
+  DEVICE u32 weights(int nth) const { return base + WEIGHTS_AT + nth * ROWS_BYTES; }
+  DEVICE u32 full_keys(int slot) const { return base + BARRIERS_AT + 8 * slot; }
+  DEVICE u32 full_values(int slot) const { return full_keys(SLOTS + slot); }
+
+  DEVICE void init_barriers() const {
+    for (int i = 0; i < 2 * SLOTS; ++i) barrier_init(full_keys(i), 1);
+    barrier_init_fence();
+  }
+};
+static_assert(Places::BYTES <= SHARED_BYTES, "room for all of it");
+
+DEVICE int pages_of(int limit) { return (limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK; }
+
+// Every thread of the block comes; whether any of them says so.
+DEVICE bool meet_any(bool is_so) {
+  u32 any;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.red.or.pred q, 1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
+               : "=r"(any)
+               : "r"(u32(is_so)), "n"(ALL_THREADS)
+               : "memory");
+  return any;
+}
+DEVICE void meet_all() { asm volatile("barrier.sync %0, %1;" ::"r"(1), "n"(ALL_THREADS) : "memory"); }
+
+// The caches of all layers as rows of 128 bytes, in boxes of a head's keys of a page or of a tile; the layer's first row.
+struct Cache {
+  const TensorMap* map;
+  int first_row;
+};
+
+// The tiles of a thread block, one after another, as `Contexts` goes through them. By one warp, which asks for as many tiles as
+// there are slots before others come to the first, and for one more with each that they leave.
+struct Bringer {
+  Places places;
+  Cache cache;
+  const int* block_tables;
+  const Requests& requests;
+  const volatile Range& range;
+  Contexts at;
+  Pages pages;
+  int tile, end, own_tiles;  // those from own_tiles on have keys of this step, which the kernel before may still be writing
+  Ring<SLOTS> ring;
+  bool has_more;
+
+  DEVICE Bringer(const Places& places_, const Cache& cache_, const int* tables, const Requests& requests_,
+                 const volatile Range& range_)
+      : places(places_), cache(cache_), block_tables(tables), requests(requests_), range(range_), has_more(true) {
+    at.start_at_end(requests, range);
+    aim();
+  }
+  DEVICE void aim() {
+    const Share share = at.share(range);
+    tile = share.begin, end = share.end;
+    own_tiles = max(min(at.keys - at.tokens, at.limit), 0) / KEYS;
+    pages.table = block_tables + (long long)at.request * requests.table_stride, pages.count = pages_of(at.limit);
+    if (tile < end) pages.start(tile);
+  }
+  DEVICE void fetch_next() {
+    while (has_more && tile >= end) {
+      has_more = at.advance(requests, range);
+      if (has_more) aim();
+    }
+    if (!has_more) return;
+    if (tile >= own_tiles) wait_for_dependencies();
+    pages.reach(tile);
+    const int present = min(TILE_PAGES, pages.count - Pages::entry_of(tile));
+    const u32 full_keys = places.full_keys(ring.slot), full_values = places.full_values(ring.slot);
+    const bool is_one = lane_id() == 0;
+    if (is_one) {
+      barrier_expect(full_keys, present * (SPAN * SIZE));
+      barrier_expect(full_values, present * (SPAN * SIZE));
+    }
+    const int inside = TILES_PER_PAGE > 1 ? tile % TILES_PER_PAGE * KEYS : 0;
+#pragma unroll 1
+    for (int nth = 0; nth < present; ++nth) {
+      const int page = pages.page(tile, nth);
+      const int row = cache.first_row + (page * (2 * HEADS) + at.nth % HEADS) * TOKENS_PER_BLOCK + inside;
+      if (!is_one) continue;
+      copy_box(places.keys(ring.slot) + nth * (SPAN * SIZE), cache.map, 0, row, full_keys, EVICT_FIRST);
+      copy_box(places.values(ring.slot) + nth * (SPAN * SIZE), cache.map, 0, row + HEADS * TOKENS_PER_BLOCK, full_values,
+               EVICT_FIRST);
+    }
+    __syncwarp();
+    ring.advance(), ++tile;
+  }
+};

@@ -1,0 +1,205 @@
+// FP8 products of few rows (chunk_fp8/reference.py has the arithmetic): a tile's keys, and the dimensions of its values, are the 64
+// rows of a product, and rows of queries are its columns, so that few of them are few. A warpgroup has 64 keys and then 64
+// dimensions; both have all weights, through shared memory.
+//
+// A thread 4 g + t of warp w has keys 16 w + g and 8 behind for columns 2 t and 2 t + 1 of every eight. Weights of a column are
+// 128 bytes, of each 16 keys g and g + 8 side by side. Left operands of values are read 16 dimensions by 8 keys at a time,
+// transposed; a thread then has dimensions 2 g and 2 g + 1 of 16.
+#pragma once
+
+#include "ops/paged_attention/few_fp8/places.cuh"
+
+#if ROWS == 8
+HELD_PRODUCT(8, I4, 4, 5, 6, 7, 8, 9, D4(0))
+#elif ROWS == 32
+HELD_PRODUCT(32, I16, 16, 17, 18, 19, 20, 21, D16(0))
+#elif ROWS == 48
+HELD_PRODUCT(48, I24, 24, 25, 26, 27, 28, 29, D24(0))
+#elif ROWS == 88
+HELD_PRODUCT(88, I44, 44, 45, 46, 47, 48, 49, D44(0))
+#endif
+
+constexpr int DEEP = 4;            // products of 32 along a head, or a tile's keys
+constexpr int HELD = ROWS / 2;     // of a product, a thread
+constexpr int BLOCKS = ROWS / 8;   // of columns
+
+// Where a thread is among those that compute.
+struct Own {
+  int warpgroup, warp, g, t;
+
+  DEVICE Own() {
+    const int thread = threadIdx.x - THREADS;
+    warpgroup = __shfl_sync(~0u, thread / 128, 0), warp = __shfl_sync(~0u, thread / 32 % 4, 0);
+    g = thread % 32 / 4, t = thread % 4;
+  }
+  DEVICE int key() const { return 64 * warpgroup + 16 * warp + g; }
+  DEVICE int dimension() const { return 64 * warpgroup + 16 * warp + 2 * g; }
+};
+
+DEVICE void start_logits(float (&s)[HELD], u32 keys, u32 queries) {
+  const u64 a = operand(keys), b = operand(queries);
+  keep_order(s);
+  product_fence();
+#pragma unroll
+  for (int i = 0; i < DEEP; ++i) Product<E4M3, ROWS>::add(s, a + 2 * i, b + 2 * i, i > 0);
+  product_commit();
+}
+
+// Weights times `left`: values, or ones.
+template <class Left>
+DEVICE void start_sums(float (&sums)[HELD], const Left& left, u32 weights, bool add) {
+  const u64 b = operand(weights);
+  keep_order(sums);
+  product_fence();
+#pragma unroll
+  for (int i = 0; i < DEEP; ++i) HeldProduct<ROWS>::add(sums, left[i], b + 2 * i, i > 0 || add);
+  product_commit();
+}
+
+// A warp's 16 dimensions of a tile's values as left operands. Those of keys from `left` on are zeros: a NaN times a
+// weight of zero would still be a NaN.
+DEVICE void load_values(u32 (&x)[DEEP][4], u32 values, const Own& own, int left) {
+  const int lane = lane_id();
+  const u32 from = values + lane * 128 + ((4 * own.warpgroup + own.warp ^ lane & 7) << 4);
+#pragma unroll
+  for (int i = 0; i < DEEP; ++i) {
+    u32 y[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
+                 : "r"(from + i * 4096)
+                 : "memory");
+    x[i][0] = __byte_perm(y[0], y[1], 0x6240), x[i][1] = __byte_perm(y[0], y[1], 0x7351);
+    x[i][2] = __byte_perm(y[2], y[3], 0x6240), x[i][3] = __byte_perm(y[2], y[3], 0x7351);
+  }
+  if (left >= KEYS) return;
+#pragma unroll
+  for (int i = 0; i < DEEP; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 kept = 0;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int key = 32 * i + 16 * half + 2 * own.t + k / 2 + k % 2 * 8;
+        kept |= key < left ? 0xFFu << 8 * k : 0u;
+      }
+      x[i][2 * half] &= kept, x[i][2 * half + 1] &= kept;
+    }
+  }
+}
+
+// Logits of keys that a row does not see. `first`: key of the tile.
+DEVICE void mask(float (&s)[HELD], const Columns& columns, const Own& own, int first) {
+  const int key = first + own.key();
+#pragma unroll
+  for (int j = 0; j < BLOCKS; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int last = columns.last_key[8 * j + 2 * own.t + e];
+      if (key > last) s[4 * j + e] = minus_infinity();
+      if (key + 8 > last) s[4 * j + 2 + e] = minus_infinity();
+    }
+  }
+}
+
+// Whoever reads it meets the thread before, so nothing that is read here has to wait for it.
+DEVICE void store_two_weights(u32 to, u16 x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(x)); }
+
+// What logits of two columns become weights with.
+struct Pairs {
+  float2 scale, shift;
+};
+
+// Exponents, rounded otherwise than what a base is raised by: those that are not above this do not raise it, if bases are not far from
+// zero.
+constexpr float MAY_RAISE = WEIGHT_POWER + RAISE - 0.25f, FAR_BASE = 262144.0f;
+
+// Weights of a tile; whether a logit may raise its row's base.
+DEVICE bool weigh(const float (&s)[HELD], const Columns& columns, const Own& own, u32 weights) {
+  float most = minus_infinity();
+  const u32 chunk = own.key() / 16, even = 2 * own.t, odd = even + 1;
+  const u32 to_even = weights + even * 128 + ((chunk ^ even) << 4) + 2 * own.g;
+  const u32 to_odd = weights + odd * 128 + ((chunk ^ odd) << 4) + 2 * own.g;
+  const auto of = [&](int j) {
+    const int row = 8 * j + 2 * own.t;
+    return Pairs{*(const float2*)&columns.scale[row], *(const float2*)&columns.shift[row]};
+  };
+  Pairs next = of(0);  // before weights are stored, which the compiler takes for what is read here
+#pragma unroll
+  for (int j = 0; j < BLOCKS; ++j) {
+    const float* x = &s[4 * j];
+    const Pairs its = next;
+    if (j + 1 < BLOCKS) next = of(j + 1);
+    const float a = __fmaf_rn(x[0], its.scale.x, its.shift.x), b = __fmaf_rn(x[2], its.scale.x, its.shift.x);
+    const float c = __fmaf_rn(x[1], its.scale.y, its.shift.y), d = __fmaf_rn(x[3], its.scale.y, its.shift.y);
+    most = fmaxf(fmaxf(most, fmaxf(a, b)), fmaxf(c, d));
+    store_two_weights(to_even + j * 1024, E4M3::pack_pair(exp2(a), exp2(b)));
+    store_two_weights(to_odd + j * 1024, E4M3::pack_pair(exp2(c), exp2(d)));
+  }
+  return most > MAY_RAISE;
+}
+
+// A logit as an integer of the same order, and back; of NaN the least. Its scale is positive.
+constexpr int NO_TOP = 0x80000000;
+DEVICE int ordered(float x) {
+  const int bits = __float_as_uint(x);
+  return x == x ? bits ^ (bits >> 31 & 0x7FFFFFFF) : NO_TOP;
+}
+DEVICE float of_ordered(int x) { return x == NO_TOP ? minus_infinity() : __uint_as_float(x ^ (x >> 31 & 0x7FFFFFFF)); }
+
+// One step of a comparison by two lanes: each gives half of its numbers and keeps the larger ones of the other half.
+template <int COUNT>
+DEVICE void halve(float (&x)[COUNT], bool keeps_second, int lanes) {
+  constexpr int HALF = (COUNT + 1) / 2;
+#pragma unroll
+  for (int i = 0; i < HALF; ++i) {
+    const float second = i + HALF < COUNT ? x[i + HALF] : minus_infinity();
+    const float given = keeps_second ? x[i] : second, kept = keeps_second ? second : x[i];
+    x[i] = fmaxf(kept, __shfl_xor_sync(~0u, given, lanes));
+  }
+}
+
+// The largest logits of a tile, for all rows.
+DEVICE void find_tops(const float (&s)[HELD], int (&tops)[ROWS], const Own& own) {
+  constexpr int COUNT = 2 * BLOCKS, HALF = (COUNT + 1) / 2, QUARTER = (HALF + 1) / 2, EIGHTH = (QUARTER + 1) / 2;
+  float top[COUNT];
+#pragma unroll
+  for (int j = 0; j < BLOCKS; ++j) {
+    top[2 * j] = fmaxf(s[4 * j], s[4 * j + 2]), top[2 * j + 1] = fmaxf(s[4 * j + 1], s[4 * j + 3]);
+  }
+  halve(top, own.g & 4, 16);
+  halve(*(float(*)[HALF])top, own.g & 2, 8);
+  halve(*(float(*)[QUARTER])top, own.g & 1, 4);
+#pragma unroll
+  for (int i = 0; i < EIGHTH; ++i) {
+    const int in_quarter = i + (own.g & 1) * EIGHTH, in_half = in_quarter + (own.g >> 1 & 1) * QUARTER;
+    const int nth = in_half + (own.g >> 2) * HALF;
+    const bool is_there = in_quarter < QUARTER && in_half < HALF && nth < COUNT;
+    if (is_there) atomicMax(&tops[8 * (nth / 2) + 2 * own.t + nth % 2], ordered(top[i]));
+  }
+}
+
+// A row's base in its work item's first tile, and where another one's logits raise it.
+DEVICE float first_base(int top, float scale) {
+  const float its = __fmul_rn(of_ordered(top), scale);
+  return its > minus_infinity() ? its : minus_infinity();
+}
+DEVICE void put_base(Columns& columns, int row, float base) {
+  columns.base[row] = base, columns.shift[row] = __fsub_rn(WEIGHT_POWER, finite(base));
+}
+DEVICE void raise(Columns& columns, int row) {
+  const float top = __fmul_rn(of_ordered(columns.top[1][row]), columns.scale[row]);
+  columns.top[1][row] = NO_TOP;
+  const float before = columns.base[row], base = top > __fadd_rn(before, RAISE) ? top : before;
+  put_base(columns, row, base);
+  columns.fade[row] = exp2(__fsub_rn(before, finite(base)));
+}
+
+// Sums times a factor of each row.
+DEVICE void fade_sums(float (&sums)[HELD], const float (&factors)[ROWS], int t) {
+#pragma unroll
+  for (int j = 0; j < BLOCKS; ++j) {
+    const float2 by = *(const float2*)&factors[8 * j + 2 * t];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[4 * j + i] = __fmul_rn(sums[4 * j + i], i % 2 ? by.y : by.x);
+  }
+}

@@ -1,0 +1,100 @@
+"""few_fp8.cu with its threads on a CPU, whose products are those of tensor cores: the numbers of
+the reference, however many thread blocks divide a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from support import emulated_warps
+from support.attention import FP8, Part
+from support.fp8_attention import AllFp8World
+
+from llmctl.plugins.ops.paged_attention import launch_arguments
+from llmctl.plugins.ops.paged_attention.few_fp8 import few_fp8
+from llmctl.plugins.ops.paged_attention.reference import reference
+from llmctl.plugins.ops.paged_attention.shared.source_specs import SHORT
+
+LENGTHS = (2600, 1500, 600, 300, 40)
+NAN = 0x7F
+STEP: list[Part] = [(0, 2589, 11), (1, 1489, 11), (4, 38, 2), (2, 589, 11), (3, 289, 11)]
+
+
+def world_of(lengths: tuple[int, ...] = LENGTHS, **sizes: object) -> AllFp8World:
+    """What is in no request's cache is no number."""
+    made = {"heads": 4, "kv_heads": 2, "spread": 2.0, "quantize_out": False, **sizes}
+    world = AllFp8World(**made, size=128, kv_dtype=FP8, lengths=lengths, max_batch_size=8)
+    world.fill_unused(NAN)
+    return world
+
+
+def attend(world: AllFp8World, parts: Sequence[Part], seed: int, blocks: int) -> list[torch.Tensor]:
+    """Rows of the parts by so many thread blocks, copies done early or late."""
+    step, call = world.step(parts), world.call(parts, 3)
+    env = world.env(step, 2)
+    shape = world.shape(step, num_tokens=step.num_tokens + 3, num_requests=len(parts) + 2)
+    partials = launch_arguments.partials(call, env)
+    own = launch_arguments.own_tensors(call, env), partials, launch_arguments.logit_scale(call)
+    launch = few_fp8.few_fp8_launch(call, env, shape, *own, SHORT)
+    late = seed % 2 == 0
+    emulated_warps.run([replace(launch, grid=(blocks, 1, 1))], seed, is_late=late, together=blocks)
+    assert not partials[1].any(), "a counter is not back at zero"
+    rows, padding = call.outputs["out"].split((step.num_tokens, 3))
+    assert (padding.view(torch.uint8) == 0x55).all(), "padding was written"
+    return list(rows.split([count for *_, count in parts]))
+
+
+def wanted_of(world: AllFp8World, parts: Sequence[Part]) -> list[torch.Tensor]:
+    """Those of the reference."""
+    step, call = world.step(parts), world.call(parts)
+    cache = world.cache.clone()
+    cache.view(torch.uint8)[cache.view(torch.uint8) == NAN] = 0
+    reference(call.inputs, call.outputs, call.attributes, step, cache)
+    return list(call.outputs["out"].split([count for *_, count in parts]))
+
+
+def agree(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    """But for powers of two, which two libraries compute."""
+    for own, right in zip(found, wanted, strict=True):
+        assert (own.view(torch.uint8) == right.view(torch.uint8)).float().mean() > 0.999
+        torch.testing.assert_close(own.float(), right.float(), rtol=0.02, atol=0.01)
+
+
+@pytest.fixture(scope="module")
+def several() -> tuple[AllFp8World, list[torch.Tensor]]:
+    world = world_of()
+    return world, wanted_of(world, STEP)
+
+
+# One for all; ranges that hand contexts over; contexts of one part and of several, beside ranges.
+@pytest.mark.parametrize("blocks", [1, 2, 5, 9, 14, 33])
+def test_thread_blocks_divide_a_step(several, blocks):
+    world, wanted = several
+    agree(attend(world, STEP, blocks, blocks), wanted)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tokens_per_block": 8, "quantize_out": True},
+        {"heads": 7, "kv_heads": 1, "tokens_per_block": 256, "dtype": torch.float16},
+        {"heads": 8, "kv_heads": 1, "tokens_per_block": 64, "lengths": (1200, 300)},
+        {"heads": 2, "kv_heads": 2, "spread": 40.0},
+    ],
+    ids=str,
+)
+def test_shapes_and_caches(sizes):
+    """One token or several, groups of one to eight heads, bases that are raised in a chain."""
+    world = world_of(**{"lengths": (600, 300), **sizes})
+    for parts in ([(0, 589, 11), (1, 285, 4)], [(0, 580, 1)]):
+        agree(attend(world, parts, 3, 3), wanted_of(world, parts))
+
+
+def test_work_items_of_several_chains():
+    world = world_of((18500, 9500), heads=2, kv_heads=1)
+    parts: list[Part] = [(0, 18493, 2), (1, 9489, 3)]
+    wanted = wanted_of(world, parts)
+    for blocks in (2, 16, 40):
+        agree(attend(world, parts, blocks, blocks), wanted)
