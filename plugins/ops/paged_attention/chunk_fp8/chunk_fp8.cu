@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS * (1 + WARPGROUPS), 1)
               int num_heads, int first_chunk, int num_chunks) {
   extern __shared__ __align__(1024) u8 memory[];
   launch_dependents();
-  constexpr int MERGED = 2 * WARPGROUPS * MERGED_BYTES;
+  constexpr int MERGED = LEVELS * WARPGROUPS * MERGED_BYTES;
   const Shared shared = {shared_address(memory) + MERGED, memory + MERGED};
   init_barriers(shared, 1);
   for (int i = threadIdx.x; i < STAGES * 64; i += blockDim.x) {  // a dimension of ones and seven of zeros

@@ -25,6 +25,9 @@ from llmctl.plugins.backends.cuda.kernel_spec import (
 )
 from llmctl.plugins.core.op_spec import FP8
 from llmctl.plugins.ops.paged_attention.chunk.chunk import (
+    MOST_REQUESTS as CHUNK_REQUESTS,
+)
+from llmctl.plugins.ops.paged_attention.chunk.chunk import (
     ROWS,
     WARPGROUPS,
     covers_chunks,
@@ -50,24 +53,26 @@ from llmctl.plugins.ops.paged_attention.shared.source_specs import (
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
-MOST_REQUESTS = 1024  # 16 bytes each; leaves room for two tiles
+MOST_REQUESTS = 1024  # of engines with two levels: 16 bytes each; leaves room for two tiles
 _IMAGE_BYTES = 128 << 20  # for operands of an engine, or as many as one head of a context takes
 _IMAGE_BLOCKS = 4  # thread blocks a multiprocessor
 _Arguments: TypeAlias = "tuple[torch.Tensor | int | float, ...]"
-_OWN = {"FP8_PRODUCTS": 1, "TILE_KEYS": KEYS, "UNIT": UNIT, "MOST_UNIT": MOST_UNIT}
+_OWN = {"FP8_PRODUCTS": 1, "TILE_KEYS": KEYS, "UNIT": UNIT}
 
 
 def fp8_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """What steps of an engine with FP8 products need; Unsupported where that cannot be computed."""
     if fp8_tokens(call.attributes) is Fp8Tokens.NONE:
         return []
-    fits = limits.max_batch_size <= MOST_REQUESTS
+    is_all = fp8_tokens(call.attributes) is Fp8Tokens.ALL
+    fits = not is_all or limits.max_batch_size <= MOST_REQUESTS
     if limits.kv_dtype != FP8 or not fits or not covers_chunks(call, limits):
         raise Unsupported(
             f"{call.name}: no kernel multiplies as FP8 numbers with a cache of {limits.kv_dtype}, "
             f"head size {call.attributes['head_size']}, a window of {call.attributes['window']}, "
             f"{limits.tokens_per_block} tokens per block and {limits.max_batch_size} requests; "
-            f"wanted {FP8}, 128, 0, a power of two and at most {MOST_REQUESTS}",
+            f"wanted {FP8}, 128, 0, a power of two and at most "
+            f"{MOST_REQUESTS if is_all else CHUNK_REQUESTS}",
             fix="build with --use_fp8_context_fmha disable",
         )
     return [images_fp8_spec(call, limits), chunk_fp8_spec(call, limits)]
@@ -145,8 +150,8 @@ def _variant(call: OpCall, limits: StepLimits) -> tuple[list[str], dict[str, Con
     """What tells binaries of one source apart: the parts of a name, and the macros."""
     words, constants = source_variant(call, limits)
     if fp8_tokens(call.attributes) is Fp8Tokens.ALL:
-        return ["all", *words], constants | _OWN | {"EVERY_TOKEN": 1}
-    return words, constants | _OWN
+        return ["all", *words], constants | _OWN | {"MOST_UNIT": MOST_UNIT, "EVERY_TOKEN": 1}
+    return words, constants | _OWN | {"MOST_UNIT": UNIT}  # nobody stores work items
 
 
 def images_fp8_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
@@ -171,9 +176,10 @@ def chunk_fp8_spec(call: OpCall, limits: StepLimits) -> KernelSpec:
     ends = kept_tokens(call, limits) if is_all else 0  # else tokens that get logits are chunk.cu's
     words = [f"ends{ends}"] * (ends > 0) + words
     # Keys, values with eight more dimensions, and their barriers; what is merged of all rows: of
-    # work items and of chains, sums and four numbers more for each of a row's four threads.
+    # work items, and of chains where those have several, sums and four numbers more for each of a
+    # row's four threads.
     stage_bytes = KEYS * (2 * size + 8) + 4 * 8
-    fixed_bytes = 2 * ROWS * (size + 8) * 4 + request_bytes
+    fixed_bytes = (1 + is_all) * ROWS * (size + 8) * 4 + request_bytes
     stages = (HOPPER.max_shared_bytes - fixed_bytes) // stage_bytes
     return KernelSpec(
         name=".".join(["paged_attention.chunk_fp8", *words, f"b{requests}"]),

@@ -7,6 +7,8 @@
 constexpr int MERGED_STEP = 128 * 16;                      // from four numbers of a thread to its next four
 constexpr int MERGED_BYTES = 64 * SIZE * 4 + MERGED_STEP;  // of a warpgroup, at each of the two levels
 static_assert(UNIT % CHAIN == 0, "work items are whole chains");
+constexpr bool HAS_CHAINS = MOST_UNIT > CHAIN;  // else every chain is a work item, and there is one level
+constexpr int LEVELS = 1 + HAS_CHAINS;
 
 // Bases and sums of weights of a thread's two rows, and by what their sums are multiplied.
 struct Level {
@@ -53,21 +55,25 @@ struct Merged {
   // the sums of all are in `chain`, and the sums of weights in `total`.
   DEVICE void append(Fp8State& chain, const float (&base)[2], float (&total)[2], bool is_last) {
     u32 place = memory + (threadIdx.x / 128 - 1) * MERGED_BYTES + threadIdx.x % 128 * 16;
-    const bool goes_on = !is_end(end - CHAIN), completes = is_last || is_end(end);
+    const bool goes_on = HAS_CHAINS && !is_end(end - CHAIN), completes = !HAS_CHAINS || is_last || is_end(end);
     const bool follows = completes && end > UNIT;
     constexpr int FAR = WARPGROUPS * MERGED_BYTES;  // from work items to chains
     const u32 target = completes ? 0 : FAR;
     total[0] = chain.total(0), total[1] = chain.total(1);
     Level chains, items;
-    chains.merge(place + FAR, goes_on, base, total);
-    items.merge(place, follows, chains.base, chains.total);
+    if constexpr (HAS_CHAINS) {
+      chains.merge(place + FAR, goes_on, base, total);
+      items.merge(place, follows, chains.base, chains.total);
+    } else {
+      items.merge(place, follows, base, total);
+    }
     if (!is_last) Level::store(place + target, {items.base[0], items.base[1], items.total[0], items.total[1]});
     total[0] = items.total[0], total[1] = items.total[1];
 #pragma unroll
     for (int i = 0; i < SIZE / 2; i += 4) {
       place += MERGED_STEP;
       float x[4] = {chain.sums[i], chain.sums[i + 1], chain.sums[i + 2], chain.sums[i + 3]};
-      chains.merge_sums(place + FAR, goes_on, x);
+      if constexpr (HAS_CHAINS) chains.merge_sums(place + FAR, goes_on, x);
       items.merge_sums(place, follows, x);
       if (is_last) {
 #pragma unroll

@@ -40,11 +40,17 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # base, sum of weights,
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    most_unit: int = MOST_UNIT,
 ) -> torch.Tensor:
     """Causal attention of one head: q [Q, D] at absolute `positions` [Q]; k, v [L, D] in E4M3.
 
-    scale: of logits, that of keys included; values' is the caller's. Returns float32 [Q, D].
+    scale: of logits, that of keys included; values' is the caller's. most_unit: UNIT in engines
+    where prompts alone have FP8 products. Returns float32 [Q, D].
     """
     rows, unit = quantize_queries(q)
     logit_scale = unit[:, None] * (scale * math.log2(math.e))
@@ -60,7 +66,7 @@ def attend(
             own = _add_tile(own, logits.masked_fill(hidden, -math.inf), v[keys])
         item = _merge(item, own)
         first += CHAIN * KEYS
-        if first >= min(unit_start(nth + 1, MOST_UNIT, UNIT) * KEYS, len(k)):
+        if first >= min(unit_start(nth + 1, most_unit, UNIT) * KEYS, len(k)):
             state, item, nth = _merge(state, item), _nothing(q, v), nth + 1
     return state[2] / state[1][:, None]
 
