@@ -2,6 +2,7 @@
 
     python -m scripts.bench.attention --compile binaries   # needs no GPU
     python -m scripts.bench.attention --binaries binaries  # needs no compiler
+    python -m scripts.bench.attention --only long --every-token  # with FP8 products
 
 Times are medians over replays of a CUDA graph that runs the kernel once per layer, each layer with
 its own keys and values, so that a replay reads more than the L2 cache holds. A step's limit is
@@ -17,14 +18,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from support.attention import FP8, INT8, World, mismatches
-from support.fp8_attention import Fp8World
+from support.attention import FP8, World, mismatches
+from support.fp8_attention import AllFp8World, Fp8World
 
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel, compile_kernel
 from llmctl.plugins.backends.cuda.driver import cuda_driver
@@ -33,66 +33,20 @@ from llmctl.plugins.backends.cuda.read_rate import device_read_rate, elapsed_ms
 from llmctl.plugins.core.calls import OpCall
 from llmctl.plugins.ops.paged_attention import kernel
 from llmctl.plugins.ops.paged_attention.reference import reference
+from scripts.bench.attention_rows import (
+    CHECKED,
+    CONTEXT,
+    FP8_CONTEXT,
+    GENERATION,
+    LIKE_70B,
+    LONG,
+    MODELS,
+    SMALL,
+    TREES,
+    covers,
+)
 
 PRODUCT_LIMIT = 989e12  # operations/s of an H100's or H200's products of 16-bit numbers, as sold
-MODELS = {  # query heads, KV heads, head size
-    "70B": (64, 8, 128),
-    "8B": (32, 8, 128),
-    "1B": (32, 8, 64),
-}
-GENERATION = [  # model, FP8 keys, batch, tokens a request, context
-    *(("70B", True, 1, m, n) for n in (512, 1024, 2048, 4096) for m in (1, 11)),
-    ("70B", False, 1, 1, 1024),
-    ("70B", False, 1, 11, 1024),
-    *(("1B", True, 1, m, n) for n in (512, 1024, 4096) for m in (1, 2, 11)),
-    ("8B", True, 1, 1, 1024),
-    ("8B", True, 8, 1, 1024),
-    *(("8B", True, b, 1, 1024) for b in (16, 32, 64, 256)),
-    ("8B", True, 256, 1, 640),
-    ("8B", True, 64, 4, 1024),
-    ("8B", False, 64, 1, 1024),
-    *(("70B", f, b, 1, 4096) for f in (True, False) for b in (16, 64)),
-    ("70B", True, 8, 11, 1024),
-]
-LONG = [  # the same of long contexts
-    *((m, True, 1, 1, n) for m in ("70B", "8B") for n in (4096, 8192, 16384, 32768, 131072)),
-    *((m, True, 1, 11, n) for m in ("70B", "8B") for n in (8192, 32768, 131072)),
-    ("8B", True, 1, 4, 32768),
-    ("70B", False, 1, 1, 32768),
-    ("1B", True, 1, 1, 32768),
-    *((m, True, b, 1, 32768) for m in ("70B", "8B") for b in (2, 4, 8, 64)),
-    *((m, True, b, 11, 32768) for m in ("70B", "8B") for b in (8, 64)),
-]
-CONTEXT = [("70B", True, 1, n, n) for n in (512, 2048, 8192)] + [
-    ("70B", False, 1, 2048, 2048),
-    ("70B", True, 1, 2048, 16384),
-    ("1B", True, 1, 2048, 2048),
-]
-FP8_CONTEXT = [(2048, 2048), (8192, 8192), (2048, 32768)]  # with FP8 products, 70B
-LIKE_70B: Any = {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "quantize_out": True}
-# Model, FP8 keys, batch, tokens of each request's tree, context. Every second token has three
-# children.
-TREES = [
-    (m, True, b, n, c)
-    for m in ("70B", "8B")
-    for b, c in ((1, 1024), (1, 8192), (1, 32768), (8, 32768), (64, 32768))
-    for n in ((16, 32, 64) if b == 1 else (32,))
-]
-SMALL: dict[str, Any] = {"heads": 8, "kv_heads": 2, "size": 128, "lengths": (700, 333)}
-CHECKED: list[dict[str, Any]] = [
-    {"kv_dtype": FP8, "quantize_out": True},
-    {},
-    {"dtype": torch.float16, "kv_dtype": torch.float16},
-    {"kv_dtype": FP8, "size": 64, "lengths": (2600, 500)},
-    {"kv_dtype": FP8, "size": 128, "lengths": (6000, 3000), "spread": 3.0, "heads": 16},
-    {"size": 80, "heads": 4, "kv_heads": 4, "tokens_per_block": 8},
-    {"size": 96, "heads": 7, "kv_heads": 1, "tokens_per_block": 128},
-    {"window": 100, "lengths": (1500, 333)},
-    {"kv_dtype": FP8, "window": 700, "lengths": (3000, 1333)},
-    {"kv_dtype": INT8, "quantize_out": True, "lengths": (1500, 333)},
-    {"kv_dtype": INT8, "size": 64, "lengths": (2600, 500)},
-]
-
 _binaries: dict[str, CompiledKernel] = {}
 
 
@@ -105,10 +59,18 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="time generation of one model, as 8B, or long, or trees"
     )
+    parser.add_argument(
+        "--every-token",
+        action="store_true",
+        help="time what engines launch in which every token has FP8 products",
+    )
     arguments = parser.parse_args()
+    of = AllFp8World if arguments.every_token else World
     if arguments.compile:
-        for world in [checked(i, "cpu") for i in range(len(CHECKED))] + [
-            *(timed(*row[:2]) for row in (*GENERATION, *LONG, *CONTEXT)),
+        worlds = [checked(i, "cpu") for i in range(len(CHECKED))] if of is World else []
+        for world in [
+            *worlds,
+            *(timed(*row[:2], of) for row in (*GENERATION, *LONG, *CONTEXT) if covers(row, of)),
             Fp8World(**LIKE_70B, lengths=(64,)),
         ]:
             for spec in kernel.kernels(world.call([(0, 0, 1)]), world.limits()):
@@ -122,9 +84,9 @@ def main() -> None:
     rate = device_read_rate()  # while all memory is free
     if rate is None:
         raise SystemExit("another program has this GPU's memory: end it and start again")
-    if not arguments.skip_checks:
+    if not arguments.skip_checks and of is World:
         check()
-    measure(arguments.only, rate.bytes_per_s)
+    measure(arguments.only, rate.bytes_per_s, of)
 
 
 def describe(binary: CompiledKernel) -> tuple[dict[str, object], bytes]:
@@ -137,11 +99,11 @@ def checked(index: int, device: str = "cuda") -> World:
     return World(**{**SMALL, **CHECKED[index]}, device=device)
 
 
-def timed(model: str, is_fp8: bool) -> World:
+def timed(model: str, is_fp8: bool, of: type[World] = World) -> World:
     """What the timed kernels' specs follow from."""
     heads, kv_heads, size = MODELS[model]
     kv_dtype = FP8 if is_fp8 else torch.bfloat16
-    return World(heads, kv_heads, size, (64,), kv_dtype=kv_dtype, quantize_out=is_fp8)
+    return of(heads, kv_heads, size, (64,), kv_dtype=kv_dtype, quantize_out=is_fp8)
 
 
 def loaded(launch: Launch) -> object:
@@ -186,14 +148,17 @@ def check() -> None:
             print("   ", line)
 
 
-def measure(only: str, read_rate: float) -> None:
+def measure(only: str, read_rate: float, of: type[World]) -> None:
     """Time generation, trees and context chunks; of one model generation alone."""
     short = [row for row in GENERATION if only in ("", row[0])]
-    for model, is_fp8, batch, tokens, context in [*short, *(LONG if only in ("", "long") else ())]:
-        world = big(model, is_fp8, batch, context)
+    rows = [*short, *(LONG if only in ("", "long") else ())]
+    for model, is_fp8, batch, tokens, context in (row for row in rows if covers(row, of)):
+        world = big(model, is_fp8, batch, context, of=of)
         name = f"{model} {'fp8 ' if is_fp8 else 'bf16'} batch {batch:3} tokens {tokens:2}"
         report(world, name, batch, tokens, context, read_rate)
-    for model, is_fp8, batch, tokens, context in TREES if only in ("", "trees") else ():
+    for model, is_fp8, batch, tokens, context in (
+        TREES if only in ("", "trees") and of is World else ()
+    ):
         world = big(model, is_fp8, batch, context)
         parents = [(index - 1) // 3 * 2 - 1 if index else -1 for index in range(tokens - 1)]
         world.trees = dict.fromkeys(range(batch), parents)
@@ -203,7 +168,7 @@ def measure(only: str, read_rate: float) -> None:
             replace(world, trees={}, scratch={}), [(r, context - 11, 11) for r in range(batch)]
         )
         print(f"    {seconds / chain:.2f} times chains of 11 ({chain * 1e6:.2f} us)", flush=True)
-    for model, is_fp8, _, tokens, context in () if only else CONTEXT:
+    for model, is_fp8, _, tokens, context in () if only or of is not World else CONTEXT:
         world = big(model, is_fp8, 1, context, layers=4)
         chunk(f"{model} {'fp8 ' if is_fp8 else 'bf16'}", world, tokens, context)
     for tokens, context in () if only else FP8_CONTEXT:
@@ -260,9 +225,16 @@ def padded(world: World) -> int:
     return world.cache.shape[1] * world.tokens_per_block
 
 
-def big(model: str, is_fp8: bool, batch: int, context: int, layers: int = 0) -> World:
+def big(
+    model: str,
+    is_fp8: bool,
+    batch: int,
+    context: int,
+    layers: int = 0,
+    of: type[World] = World,
+) -> World:
     """Requests of one length: layers outgrow the L2 cache, and make little of a graph's start."""
-    small = timed(model, is_fp8)
+    small = timed(model, is_fp8, of)
     per_layer = small.cache.element_size() * 2 * small.kv_heads * small.size * context * batch
     layers = layers or min(max(160_000_000 // per_layer, 16 if per_layer < 256e6 else 4), 64)
     lengths = (context,) * batch
