@@ -36,16 +36,17 @@ def shape_of(step: StepInputs) -> StepShape:
     """The shape of a step as it is."""
     lens, trees = np.diff(step.cu_q), step.trees
     most = 0 if trees is None else int(tree_lens(step, trees)[trees.start >= 0].max())
+    longest = int(lens.max())
     return StepShape(
         num_tokens=step.num_tokens,
         num_requests=step.num_requests,
         num_rows=step.num_rows,
-        max_query_len=int(lens.max()),
+        max_query_len=longest,
         max_kv_len=int(step.kv_len.max()),
         max_tree_len=most,
         num_single=int((lens == 1).sum()),
         best_only=step.best_only,
-        num_short=int((lens <= SHORT).sum()),
+        num_short=int((lens <= SHORT).sum()) if longest > SHORT else step.num_requests,
     )
 
 

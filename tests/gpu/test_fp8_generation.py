@@ -3,8 +3,7 @@ however a prompt is read, whatever is drafted, and when an answer is read back."
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,15 @@ from support.fp8_context import (
     Said,
     check_continued,
     check_next_turns,
+    check_same,
     make_requests,
     say,
 )
+from support.fp8_engines import opened
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.runtime.api.executor import Executor
-from llmctl.runtime.drafting.draft_engine.method import DraftEngine
-from llmctl.runtime.drafting.method import DraftMethod
-from llmctl.runtime.drafting.ngram.method import NgramLookup
-from llmctl.runtime.drafting.plain.method import PlainDecoding
-from llmctl.runtime.open import EngineOptions, OpenEngines, check_engines
 from llmctl.runtime.request import Request
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy
@@ -56,23 +52,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in ENGINES}
 
 
-@contextmanager
 def executor_of(
     folders: dict[str, Path],
     target: str = "all",
     draft: str | None = None,
     drafts: int = FEW,
     **options: Any,
-) -> Iterator[Executor]:
-    """draft: which engine drafts, or "ngram"."""
-    method: DraftMethod = PlainDecoding()
-    if draft == "ngram":
-        method = NgramLookup(drafts, 3)
-    elif draft is not None:
-        method = DraftEngine(folders[draft], drafts)
-    opened = EngineOptions(folders[target], method, **{"max_tokens": 16384, **options})
-    with OpenEngines(check_engines(opened)).executor() as executor:
-        yield executor
+) -> AbstractContextManager[Executor]:
+    return opened(folders, target, draft, drafts, **options)
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +101,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_text_and_log_probabilities_are_the_same_in_any_way(
     folders: dict[str, Path], requests: list[Request], alone: list[Said], way: str
 ) -> None:
-    in_rounds = make_requests(with_log_probs=False)
-    tokens = [said for said, _ in alone]
     with executor_of(folders, **WAYS[way]) as executor:
-        assert say(executor, requests) == alone
-        assert say(executor, requests[::-1])[::-1] == alone, "with blocks that are reused"
-        assert [said for said, _ in say(executor, in_rounds)] == tokens, "in device rounds"
-        assert executor._worker.kv_cache.stats().reused_blocks > 0
+        check_same(executor, requests, alone)
 
 
 @pytest.mark.parametrize("reuse", [False, True])

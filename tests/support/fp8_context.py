@@ -72,3 +72,15 @@ def check_continued(
             rest = replace(request, input_token_ids=prompt, max_tokens=request.max_tokens - taken)
             (found,) = say(executor, [rest])
             assert found == (tokens[taken:], log_probs[taken:]), taken
+
+
+def check_same(executor: Executor, requests: Sequence[Request], alone: Sequence[Said]) -> None:
+    """Requests that run together, in two orders and without log-probabilities, say what each says
+    alone, and blocks are reused."""
+    in_rounds = make_requests(with_log_probs=False)
+    assert say(executor, requests) == alone
+    assert say(executor, requests[::-1])[::-1] == alone, "with blocks that are reused"
+    assert [said for said, _ in say(executor, in_rounds)] == [said for said, _ in alone], (
+        "in device rounds"
+    )
+    assert executor._worker.kv_cache.stats().reused_blocks > 0

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/paged_attention/few_fp8/merge.cuh"
+#include "ops/paged_attention/long/hand_over.cuh"
 
 // Queries of a part as E4M3 numbers: a row divided by a power of two (chunk_fp8/products.cuh); zeros for missing rows. By the
 // threads that compute, eight a row.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/paged_attention/long/merge.cuh"
+#include "ops/paged_attention/long/hand_over.cuh"
 #include "ops/paged_attention/long/ranges.cuh"
 
 constexpr int RANGE_AT = PLACE_AT + sizeof(Place);
@@ -85,23 +86,6 @@ DEVICE void store_in_loop(float* partial, u32 entry, int entry_rows, u32 states,
     }
     if (thread == 0) __stcg((float2*)(partial + states) + nth, make_float2(weighed.largest[r], weighed.total[r]));
   }
-}
-
-// It is handed over by a flag, which is zero before and after. Who waits has a greater number, so all that it waits for have
-// started.
-DEVICE void tell_next(int* flag) {
-  meet_computing();
-  if (threadIdx.x == THREADS) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
-}
-DEVICE void wait_for_beginning(int* flag) {
-  if (threadIdx.x == THREADS) {
-    int is_there;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(is_there) : "l"(flag) : "memory");
-    } while (!is_there);
-    *flag = 0;
-  }
-  meet_computing();
 }
 
 // Ranges and shares of contexts have one loop: with a second one, which most steps do not run, the first was 1 to 2 % slower.
