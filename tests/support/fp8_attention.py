@@ -1,4 +1,5 @@
-"""Requests whose attention has FP8 products up to a token of each prompt, or everywhere."""
+"""Requests whose attention has FP8 products up to a token of each prompt, or everywhere. is_last:
+the model's last layer, of which tokens that get logits are read."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ class Fp8World(World):
     """A cache in E4M3, for an engine built with the option."""
 
     context_ends: Mapping[int, int] = field(default_factory=dict)  # by request; others: 0
+    is_last: bool = False
 
     @property
     def attributes(self) -> dict[str, int | float | str | bool]:
-        return {**super().attributes, "fp8_context": True}
+        return {**super().attributes, **Fp8Tokens.PROMPTS.attributes, **_ends(self.is_last)}
 
     def step(self, parts: Sequence[Part]) -> StepInputs:
         ends = [self.context_ends.get(request, 0) for request, _, _ in parts]
@@ -31,15 +33,17 @@ class Fp8World(World):
 
 @dataclass
 class AllFp8World(World):
-    """A cache in E4M3, for an engine in which every token has FP8 products. is_last: the model's
-    last layer, of which tokens that get logits are read."""
+    """A cache in E4M3, for an engine in which every token has FP8 products."""
 
     is_last: bool = False
 
     @property
     def attributes(self) -> dict[str, int | float | str | bool]:
-        ends = {"ends_only": True} if self.is_last else {}
-        return {**super().attributes, **Fp8Tokens.ALL.attributes, **ends}
+        return {**super().attributes, **Fp8Tokens.ALL.attributes, **_ends(self.is_last)}
 
     def limits(self) -> StepLimits:
         return changed(super().limits(), fp8_generation=True)
+
+
+def _ends(is_last: bool) -> dict[str, bool]:
+    return {"ends_only": True} if is_last else {}

@@ -38,7 +38,11 @@ from llmctl.plugins.ops.paged_attention.chunk.chunk import (
     chunk_specs,
     covers_chunks,
 )
-from llmctl.plugins.ops.paged_attention.chunk_fp8.chunk_fp8 import fp8_launches, fp8_specs
+from llmctl.plugins.ops.paged_attention.chunk_fp8.chunk_fp8 import (
+    fp8_launches,
+    fp8_specs,
+    is_read,
+)
 from llmctl.plugins.ops.paged_attention.few_fp8.few_fp8 import few_fp8_launch, few_fp8_specs
 from llmctl.plugins.ops.paged_attention.fp8_context import GROUP, Fp8Tokens, fp8_tokens
 from llmctl.plugins.ops.paged_attention.generation.generation import covers, generation_specs
@@ -165,7 +169,7 @@ def _context(call: OpCall, env: LaunchEnv, shape: StepShape, min_tokens: int) ->
     has_fp8 = fp8_tokens(call.attributes) is Fp8Tokens.PROMPTS
     if has_fp8 or (env.use_pdl and covers_chunks(call, env.limits)):
         own = own_tensors(call, env), partials(call, env)[1], logit_scale(call), min_tokens
-        has_groups = has_fp8 and shape.max_query_len >= GROUP
+        has_groups = has_fp8 and shape.max_query_len >= GROUP and is_read(call)
         before = fp8_launches(call, env, shape, *own) if has_groups else []
         return [*before, *chunk_launches(call, env, shape, *own)]
     heads = int(call.attributes["num_kv_heads"])

@@ -201,6 +201,8 @@ class Traffic:
             assert sequence.kv_len == part.start and part.num_tokens >= 1
             assert part.start + part.num_tokens + part.draft_len <= held
             assert drafted(sequence) <= sequence.kv_len
+            if part.needs_logits:  # the last layer computes no tokens with FP8 products
+                assert part.start + part.num_tokens > sequence.context_end
         for part in batch.context:
             assert part.sequence.is_context and part.draft_len == 0
             if not part.needs_logits:

@@ -60,6 +60,14 @@ _Arguments: TypeAlias = "tuple[torch.Tensor | int | float, ...]"
 _OWN = {"FP8_PRODUCTS": 1, "TILE_KEYS": KEYS, "UNIT": UNIT}
 
 
+def is_read(call: OpCall) -> bool:
+    """Whether anything reads what tokens with FP8 products give: of the last layer only tokens that
+    get logits are read, and those are behind `context_end` where prompts alone have such products,
+    as the last token of a prompt is."""
+    is_last = bool(call.attributes.get("ends_only", False))
+    return not is_last or fp8_tokens(call.attributes) is Fp8Tokens.ALL
+
+
 def fp8_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """What steps of an engine with FP8 products need; Unsupported where that cannot be computed."""
     if fp8_tokens(call.attributes) is Fp8Tokens.NONE:
@@ -75,7 +83,7 @@ def fp8_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
             f"{MOST_REQUESTS if is_all else CHUNK_REQUESTS}",
             fix="build with --use_fp8_context_fmha disable",
         )
-    return [images_fp8_spec(call, limits), chunk_fp8_spec(call, limits)]
+    return [images_fp8_spec(call, limits), chunk_fp8_spec(call, limits)] if is_read(call) else []
 
 
 def fp8_launches(

@@ -19,7 +19,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.ops.paged_attention import kernel, reference
 from llmctl.plugins.ops.paged_attention.chunk_fp8 import chunk_fp8
 from llmctl.plugins.ops.paged_attention.chunk_fp8.reference import CHAIN, KEYS, MOST_UNIT, UNIT
-from llmctl.plugins.ops.paged_attention.fp8_context import GROUP
+from llmctl.plugins.ops.paged_attention.fp8_context import GROUP, context_end
 from llmctl.plugins.ops.paged_attention.shared.tiles import unit_start
 
 MODEL = {"heads": 64, "kv_heads": 8, "size": 128, "kv_dtype": FP8, "lengths": (700, 333)}
@@ -96,6 +96,25 @@ def test_long_chains_of_rounds_have_16_bit_products_whatever_a_prompt_left():
         ends = chunk.arguments[-1]
         assert isinstance(ends, torch.Tensor) and bool(ends.any()) == is_prompt
         assert len(ends) >= len(parts) and (is_prompt or len(ends) == 64)
+
+
+def test_the_last_layer_computes_no_tokens_with_fp8_products():
+    """A prompt's last token, which gets logits, is never one; nothing reads the others there."""
+    sizes = (1, 255, 256, 257, 512, 700, 2048)
+    assert all(context_end(count) < count for count in sizes)
+    last = Fp8World(**MODEL, max_seq_len=4096, is_last=True)
+    built = kernel.kernels(last.call(PROMPT), last.limits())
+    assert not {"images_fp8", "chunk_fp8"} & {spec.entry for spec in built}
+    for parts, wanted in (
+        (PROMPT, ["chunk"]),
+        ([(0, 0, 256)], ["chunk"]),
+        ([(0, 0, 600), *[(1, 300, 1)] * 3], ["chunk", "batch"]),
+    ):
+        found = launches_of(last, parts)
+        assert [each.spec.entry for each in found] == wanted
+        assert all(each.spec in built for each in found)
+    constants = found[0].spec.constants
+    assert constants["HAS_CONTEXT"] == 1 and constants["ENDS"] == 32
 
 
 def test_other_engines_have_neither():
