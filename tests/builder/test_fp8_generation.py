@@ -29,7 +29,7 @@ ATTENTION = "paged_attention."
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("checkpoint") / "llama")
+    return write_llama(tmp_path_factory.mktemp("checkpoint") / "llama", intermediate_size=256)
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,18 @@ def test_every_layer_says_so_and_nothing_else_differs(planned) -> None:
     assert found.config.plugin_config == {**prompts.config.plugin_config, **GENERATION}
 
 
-def test_it_has_two_ways_to_attend_and_none_of_16_bits(planned) -> None:
-    engine = planned(**CHAINS)
-    names = [spec.name for spec in specs_of(engine)]
-    kinds = {name.split(".")[1] for name in names if name.startswith(ATTENTION)}
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_it_has_two_ways_to_attend_and_none_of_16_bits(planned, ranks: int) -> None:
+    """A rank of several for its own heads: four have a query head and a KV head each."""
+    engine = planned(**CHAINS, tp_size=ranks)
+    specs = specs_of(engine)
+    attention = [spec for spec in specs if spec.name.startswith(ATTENTION)]
+    kinds = {spec.name.split(".")[1] for spec in attention}
     assert kinds == {"images_fp8", "chunk_fp8", "few_fp8"}
-    assert not [name for name in names if name.startswith("kv_compact")], "for trees"
+    heads = {(spec.constants["HEADS"], spec.constants["GROUP"]) for spec in attention}
+    assert heads == {(max(2 // ranks, 1), 2 if ranks < 4 else 1)}
+    assert all(kind["fp8_generation"] is True for kind in attributes_of(engine.plan))
+    assert not [spec for spec in specs if spec.name.startswith("kv_compact")], "for trees"
 
 
 def specs_of(engine: EnginePlan):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,19 @@ from llmctl.runtime.engines.rotary_tables import open_with_tables
 from llmctl.runtime.rounds.cuda_rounds import CudaRoundRunner
 from support.cuda import FakeCapture, FakeProgram, launch_sampling
 from support.cuda_build import SMALL, write_model
+from support.lockstep import open_in_lockstep
 
 LENGTH, DRAFT_LEN = 900, 3
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 NGRAM = "n-grams"  # what drafts, in place of an engine's products
 
 
-def build_small(folder: Path) -> Path:
-    """An engine of the cpu backend, whose plan the fake device runs."""
-    checkpoint = write_model(folder / "checkpoint", "llama", {**SMALL, **HEADS}, "none")
+def build_small(folder: Path, **ranks: Any) -> Path:
+    """An engine of the cpu backend, whose plan the fake device runs. ranks: of BuildRequest."""
+    fields = {**SMALL, **HEADS, "intermediate_size": 256}  # sums of which ranks can have parts
+    checkpoint = write_model(folder / "checkpoint", "llama", fields, "none")
     limits = {"max_batch_size": 4, "max_num_tokens": 1024, "max_seq_len": LENGTH}
-    request = BuildRequest(**limits, max_draft_len=DRAFT_LEN, tokens_per_block=32)
+    request = BuildRequest(**limits, max_draft_len=DRAFT_LEN, tokens_per_block=32, **ranks)
     run_build(plan_build(checkpoint, request, backend="cpu"), folder / "engine")
     return folder / "engine"
 
@@ -97,10 +100,12 @@ def with_products(plan: Plan, products: Fp8Tokens) -> Plan:
 
 
 def open_engine(folder: Path, queue: DeviceQueue, products: Fp8Tokens) -> CudaEngine:
-    """On the fake device."""
+    """On the fake device, all ranks in lockstep."""
+    config, edit = read_engine_config(folder), partial(with_products, products=products)
+    if config.num_ranks > 1:
+        return open_in_lockstep(folder, queue, make=TwoKinds, edit=edit)[0]
     plan, weights = open_with_tables(folder)
-    plan = with_products(plan, products)
-    return CudaEngine(read_engine_config(folder), plan, weights, Device, queue, FakeCapture())
+    return CudaEngine(config, edit(plan), weights, Device, queue, FakeCapture())
 
 
 @contextmanager

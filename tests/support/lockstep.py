@@ -84,13 +84,19 @@ def _one(call: OpCall, extent: str, make: Callable[..., Any]) -> Any:
 
 
 def open_in_lockstep(
-    engine_dir: Path, queue: DeviceQueue, *, has_peers: bool = False
+    engine_dir: Path,
+    queue: DeviceQueue,
+    *,
+    has_peers: bool = False,
+    make: Callable[..., Any] = CpuProgram,
+    edit: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> tuple[CudaEngine, FakeCapture]:
     """A cpu engine of several ranks as one of the CUDA backend, all ranks on one device. has_peers:
-    for whoever asks, each has a device."""
+    for whoever asks, each has a device. make: as in InLockstep; edit: what a rank's plan is
+    replaced by."""
     capture, config = FakeCapture(), read_engine_config(engine_dir)
     opened = [open_with_tables(engine_dir, rank) for rank in range(config.num_ranks)]
-    plans: list[Plan] = [plan for plan, _ in opened]
+    plans: list[Plan] = [edit(plan) for plan, _ in opened]
     weights = {
         name_on(rank, name): tensor
         for rank, (_, tensors) in enumerate(opened)
@@ -101,7 +107,7 @@ def open_in_lockstep(
         parts = lockstep_parts(rank_stride(plans[0]))
 
         def made(calls: Sequence[OpCall], row_inputs: Sequence[torch.Tensor] = ()) -> InLockstep:
-            return InLockstep(calls, parts, CpuProgram, row_inputs)
+            return InLockstep(calls, parts, make, row_inputs)
 
         return FakeProgram(calls, limits, has_peers=has_peers, make=made)
 
