@@ -73,7 +73,7 @@ def make_context(argv: list[str]) -> tuple[Any, Any]:
             start = argv.index(selected) + 1
             argv = argv[:start] + prepare(argv[start:])
     command = make_command([selected] if selected is not None else [])
-    return command, command.make_context("llmctl", argv)
+    return command, command.make_context("llmctl", [*argv])  # which takes words out of it
 
 
 def command_path(argv: list[str]) -> str:
@@ -93,9 +93,18 @@ def command_path(argv: list[str]) -> str:
     for word in words:
         if word.replace("_", "-") in takes_value:
             next(words, None)  # which may be spelled like a sub-command
-        elif word in inner:
-            return f"llmctl {name} {word}"
+        elif not word.startswith("-"):
+            return f"llmctl {name} {word}" if word in inner else f"llmctl {name}"
     return f"llmctl {name}"
+
+
+def command_of(argv: list[str]) -> Any:
+    """The command of a command line, such as that of `llmctl bench latency`."""
+    _, *names = command_path(argv).split()
+    command = make_command(names[:1])
+    for name in names:
+        command = command.commands[name]
+    return command
 
 
 def make_command(imported: Collection[str]) -> Any:
