@@ -9,11 +9,10 @@ from typing import Annotated, Any
 from typer import Option
 
 from llmctl.cli import engine_options as engine
+from llmctl.cli.dataset.command import MOST_REQUESTS
 from llmctl.cli.run import options as option
 from llmctl.cli.run.drafting import parameters
 from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy
-
-MOST_REQUESTS = 1_000_000  # random prompts are in memory together
 
 Dataset = Annotated[
     Path | None, Option("--dataset", help="Requests by `llmctl dataset`; default: random prompts.")

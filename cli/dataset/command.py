@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llmctl.cli.tokenizer import Tokenizer
 
 DEFAULT_SEED = 420  # prepare_dataset.py's
+MOST_REQUESTS = 1_000_000  # of a benchmark, whose requests are in memory together
 
 
 class LogLevel(enum.StrEnum):
@@ -52,7 +53,9 @@ dataset = typer.Typer(
     "      --output-stdev 0 > dataset.jsonl",
 )
 
-NumRequests = Annotated[int, typer.Option("--num-requests", min=1, help="Rows to make.")]
+NumRequests = Annotated[
+    int, typer.Option("--num-requests", min=1, max=MOST_REQUESTS, help="Rows to make.")
+]
 
 
 @dataset.callback()
@@ -149,7 +152,8 @@ def text(
         str | None, typer.Option(help="Key of such a text in every row.")
     ] = None,
     num_requests: Annotated[
-        int | None, typer.Option(min=1, help="Stop after so many rows; default: all.")
+        int | None,
+        typer.Option(min=1, max=MOST_REQUESTS, help="Stop after so many rows; default: all."),
     ] = None,
     max_input_len: Annotated[
         int | None, typer.Option(min=1, help="Skip longer prompts (tokens).")

@@ -37,6 +37,30 @@ class DatasetRow:
         return json.dumps(row, separators=(",", ":"))
 
 
+@dataclass(slots=True)
+class Counts:
+    """Of numbers of tokens, row by row: rows themselves are not kept, there may be many."""
+
+    least: int = 0
+    most: int = 0
+    total: int = 0
+
+    def add(self, count: int) -> None:
+        """A row's. Counts are 1 and more."""
+        self.least = min(self.least or count, count)
+        self.most = max(self.most, count)
+        self.total += count
+
+
+@dataclass(slots=True)
+class Written:
+    """How many rows were written, and how long they are."""
+
+    num_rows: int
+    inputs: Counts
+    outputs: Counts
+
+
 def random_rows(
     tokenizer: Tokenizer, num_requests: int, inputs: Lengths, outputs: Lengths, seed: int
 ) -> Iterator[DatasetRow]:
@@ -55,34 +79,34 @@ def random_rows(
         yield DatasetRow(ordinary[places].tolist(), outputs.draw(generator))
 
 
-def write_rows(
-    rows: Iterable[DatasetRow], output: Path | None, stdout: IO[str] | None
-) -> list[DatasetRow]:
+def write_rows(rows: Iterable[DatasetRow], output: Path | None, stdout: IO[str] | None) -> Written:
     """Print the rows where there is a stdout, and write them to a file that appears when it is
     complete where there is an output."""
-    written = []
+    written = Written(0, Counts(), Counts())
     with ExitStack() as stack:
         files = [] if stdout is None else [stdout]
         if output is not None:
             files.append(stack.enter_context(replacing(output, "w")))
-        for index, row in enumerate(rows):
+        for row in rows:
             for file in files:
-                file.write(row.to_json(index) + "\n")
-            written.append(row)
+                file.write(row.to_json(written.num_rows) + "\n")
+            written.num_rows += 1
+            written.inputs.add(len(row.input_ids))
+            written.outputs.add(row.output_tokens)
         if stdout is not None:
             stdout.flush()
     return written
 
 
-def summary(rows: Sequence[DatasetRow], num_asked: int | None = None) -> str:
+def summary(written: Written, num_asked: int | None = None) -> str:
     """One line for people: how many requests, how long, and how many there were to be."""
-    inputs, outputs = ([len(r.input_ids) for r in rows], [r.output_tokens for r in rows])
+    num_rows = written.num_rows
     parts = [
-        f"{name} tokens {min(counts)} to {max(counts)}, mean {sum(counts) / len(counts):.1f}"
-        for name, counts in (("input", inputs), ("output", outputs))
+        f"{name} tokens {of.least} to {of.most}, mean {of.total / num_rows:.1f}"
+        for name, of in (("input", written.inputs), ("output", written.outputs))
     ]
-    count = f"{len(rows)} request{'' if len(rows) == 1 else 's'}"
-    if num_asked is not None and num_asked > len(rows):
+    count = f"{num_rows} request{'' if num_rows == 1 else 's'}"
+    if num_asked is not None and num_asked > num_rows:
         count += f" of the {num_asked} asked for, as the file has no more"
     return f"{count}: {'; '.join(parts)}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from llmctl.cli.dataset.lengths import NormalLengths, UniformLengths
-from llmctl.cli.dataset.rows import open_tokenizer
+from llmctl.cli.dataset.rows import DatasetRow, open_tokenizer, summary, write_rows
 from llmctl.errors import BadConfig, TokenizerError
 
 NORMAL = "token-norm-dist --input-mean 20 --input-stdev 4 --output-mean 9 --output-stdev 2"
@@ -23,6 +24,12 @@ ARTICLE = (
     "--stdout token-norm-dist --num-requests 1000 --input-mean 500 --input-stdev 0 "
     "--output-mean 200 --output-stdev 0"
 )
+
+
+class Row(DatasetRow):
+    """One whose end can be seen."""
+
+    __slots__ = ("__weakref__",)
 
 
 @pytest.fixture
@@ -100,6 +107,24 @@ def test_a_file_gets_the_lines_that_stdout_would_and_stderr_a_summary(llmctl, ma
     assert [json.loads(line) for line in path.read_text().splitlines()] == make(
         f"{NORMAL} --num-requests 4"
     )
+
+
+def test_rows_are_written_one_after_another_and_not_kept(tmp_path):
+    made = []
+
+    def rows():
+        for nth in range(1, 6):
+            assert all(row() is None for row in made[:-1]), "the last one is still at hand"
+            row = Row(range(nth), 10 * nth)
+            made.append(weakref.ref(row))
+            yield row
+            del row
+
+    written = write_rows(rows(), tmp_path / "rows.jsonl", None)
+    assert summary(written) == (
+        "5 requests: input tokens 1 to 5, mean 3.0; output tokens 10 to 50, mean 30.0"
+    )
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 5
 
 
 def test_a_file_that_stdout_is_redirected_into_gets_the_rows_too(forked_program, demo, tmp_path):
@@ -198,6 +223,11 @@ def test_windows_are_pieces_of_the_text(make, demo, repository):
     ("words", "said"),
     [
         (f"{NORMAL} --num-requests 0", "num-requests"),
+        (f"{UNIFORM} --num-requests {10**12}", "'--num-requests': Input should be less than"),
+        (
+            f"text --input-file x.txt --output-len-dist 5,0 --num-requests {10**6 + 1}",
+            "less than or equal to 1000000; found '1000001'",
+        ),
         ("--stdout --output x.jsonl " + UNIFORM + " --num-requests 1", "--stdout and --output"),
         (NORMAL.replace("mean 20", "mean -1") + " --num-requests 1", "mean length is -1.0"),
         (NORMAL.replace("stdev 4", "stdev -4") + " --num-requests 1", "standard deviation is -4.0"),
