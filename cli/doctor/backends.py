@@ -62,11 +62,12 @@ def _try(question: Callable[[], str]) -> Check:
 
 
 def _load_cpu() -> str:
-    from llmctl.plugins.backends.cpu.binding import default_num_threads, instruction_sets
+    from llmctl.plugins.backends.cpu.binding import instruction_sets
+    from llmctl.plugins.backends.host_cores import usable_cores
 
     names = {"v4": "AVX-512", "v3": "AVX2", "generic": "no vector extensions"}
     best = instruction_sets()[0]
-    return f"{names.get(best, best)}, {default_num_threads()} threads"
+    return f"{names.get(best, best)}, {usable_cores()} threads"
 
 
 def _compile_for_gpu() -> str:

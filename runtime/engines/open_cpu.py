@@ -9,8 +9,8 @@ from typing import Any
 from llmctl.builder.engine_format import EngineConfig, read_engine_config
 from llmctl.errors import Unsupported
 from llmctl.plugins.backends.cpu import CpuSampling, num_threads, set_num_threads
-from llmctl.plugins.backends.cpu.binding import default_num_threads
 from llmctl.plugins.backends.cpu.ranks import Ranks
+from llmctl.plugins.backends.host_cores import usable_cores
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.engines.engine import Engine, open_cpu_engine
@@ -64,7 +64,7 @@ class CpuOpener(Opener):
                 role: open_cpu_engine(folder, request.windows) for role, folder in folders.items()
             }
             return OpenedOnCpu(engines, request)
-        num_threads = request.num_threads or max(1, default_num_threads() // size)
+        num_threads = request.num_threads or max(1, usable_cores() // size)
         shared = shared_folders(configs, folders)
         options = RankOptions(
             size, shared, request.windows, num_threads, limit_s=request.rank_timeout_s

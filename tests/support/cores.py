@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def share_cores() -> None:
@@ -14,7 +15,12 @@ def share_cores() -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers == 1:
         return
-    from llmctl.plugins.backends.cpu import binding
+    from llmctl.plugins.backends import host_cores
+    from llmctl.plugins.backends.host_memory import CGROUP
 
-    of_machine = binding.default_num_threads
-    binding.default_num_threads = lambda: max(1, of_machine() // workers)
+    of_machine = host_cores.usable_cores
+
+    def of_worker(cgroup: Path = CGROUP) -> int:
+        return max(1, of_machine(cgroup) // workers)
+
+    host_cores.usable_cores = of_worker

@@ -7,12 +7,12 @@ library is absent.
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import c_char_p, c_double, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
 from llmctl.errors import BadConfig, NoDevice, OutOfMemory, RankFailure, Unsupported
+from llmctl.plugins.backends.host_cores import usable_cores
 
 LIBRARY_PATH = Path(__file__).with_name("libllmctl_cpu.so")
 MAX_THREADS = 1024  # each has a stack and 1 MiB of scratch
@@ -130,7 +130,7 @@ def load_kernels() -> ctypes.CDLL:
     loaded.llmctl_ranks_lose.restype = None
     for function in (loaded.llmctl_ranks_write, loaded.llmctl_ranks_read):
         function.argtypes = [c_void_p, c_void_p, c_int64]
-    loaded.llmctl_set_num_threads(default_num_threads())
+    loaded.llmctl_set_num_threads(usable_cores())
     return loaded
 
 
@@ -165,26 +165,6 @@ def check(status: int) -> None:
     if status == 4:
         raise RankFailure(message)
     raise AssertionError(message)  # a step that breaks its own rules is a bug of the caller
-
-
-def default_num_threads() -> int:
-    """Physical cores this process may use, within its cgroup's CPU quota; at least 1."""
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text())
-        except OSError:
-            cores.add(str(cpu))
-    return max(1, min(len(cores), _quota()))
-
-
-def _quota() -> int:
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return int(quota) // int(period)
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return 1 << 16
 
 
 def set_num_threads(count: int) -> None:
