@@ -98,9 +98,9 @@ def command_path(argv: list[str]) -> str:
     return f"llmctl {name}"
 
 
-def command_of(argv: list[str]) -> Any:
-    """The command of a command line, such as that of `llmctl bench latency`."""
-    _, *names = command_path(argv).split()
+def find_command(path: str) -> Any:
+    """The command of a path, as `command_path` has it."""
+    _, *names = path.split()
     command = make_command(names[:1])
     for name in names:
         command = command.commands[name]

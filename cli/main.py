@@ -24,7 +24,7 @@ from typing import Any
 import typer
 
 from llmctl.cli import config_file
-from llmctl.cli.app import command_of, command_path, make_context
+from llmctl.cli.app import command_path, make_context
 from llmctl.cli.streams import has_results, open_streams, silence_stdout
 from llmctl.errors import (
     BadConfig,
@@ -166,8 +166,8 @@ def _report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
 
 def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
     """An option that cannot be parsed; known ones of other tools get their reason."""
-    from llmctl.cli.flags import flag_with_value
     from llmctl.cli.refused import OTHER_COMMANDS, refusal
+    from llmctl.cli.usage import explain
 
     option = getattr(error, "option_name", None)
     command = next((word for word in argv if not word.startswith("-")), "")
@@ -181,9 +181,9 @@ def _report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
     path = getattr(context, "command_path", command_path(argv))
     message, param = _with_found(describe(), error), getattr(error, "param", None)
     message = " ".join(message.split())  # choices are a line each
-    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+    if type(error).__name__ == "NoArgsIsHelpError" or message == "Missing command.":
         message = f"a command is missing: {' or '.join(context.command.commands)}"
-    if (found := flag_with_value(command_of(argv), message, argv)) is not None:
+    if (found := explain(message, argv)) is not None:
         return _report("Usage", *found, EXIT_USAGE, is_json)
     typed = {word.partition("=")[0].replace("_", "-") for word in argv}
     of_file = getattr(context, "default_map", None) or {}

@@ -57,7 +57,6 @@ _ENGINE = "it is part of the engine; choose it with: llmctl build"
 _PARALLEL = "pipeline and expert parallelism are not available; ranks divide every layer"
 
 _BENCH_REASONS = {
-    "model": "it is a label before the command: llmctl bench --model NAME latency ...",
     "model-path": "the engine holds all it needs; give --engine-dir",
     "max-seq-len": _ENGINE,
     "beam-width": _BEAM,
@@ -105,6 +104,7 @@ _QUANTIZE_REASONS = {
 }
 
 _BUILD_REASONS = {
+    "model-dir": "its name here is --checkpoint-dir",
     "model-config": "the checkpoint's own config.json is read",
     "model-cls-file": _FAMILIES,
     "model-cls-name": _FAMILIES,

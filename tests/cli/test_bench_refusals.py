@@ -139,8 +139,3 @@ def test_an_empty_dataset_is_explained_by_the_redirection_that_left_it(llmctl, e
     done = llmctl("bench", "latency", "--engine-dir", engines.target, "--dataset", data)
     assert done.code == 2 and f"{data} is empty, as `> synthetic.txt` leaves it" in done.err
     assert "fix: llmctl dataset --tokenizer ENGINE_DIR" in done.err
-
-
-def test_a_model_after_the_command_is_refused_with_its_place(llmctl, engines):
-    done = llmctl("bench", "latency", "--engine-dir", engines.target, "--model", "x")
-    assert done.code == 2 and "llmctl bench --model NAME latency" in done.err

@@ -80,67 +80,6 @@ def test_usage_errors_exit_with_2(llmctl, argv, words):
     assert done.err.startswith("error[Usage]: ") and done.out == ""
 
 
-RUN = ["run", "--engine-dir", "x", "--max-output-len", "1"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "said", "fix"),
-    [
-        (
-            [*RUN, "--kv_cache_enable_block_reuse", "false"],
-            "--kv_cache_enable_block_reuse is a flag and takes no value; found 'false'",
-            "type --no-kv-cache-enable-block-reuse, which is the form that turns it off",
-        ),
-        (
-            [*RUN, "--enable-chunked-context=False"],
-            "--enable-chunked-context is a flag and takes no value; found 'False'",
-            "type --no-enable-chunked-context, which is the form that turns it off",
-        ),
-        (
-            [*RUN, "--no-enable-chunked-context", "0"],
-            "found '0'",
-            "type --enable-chunked-context alone",
-        ),
-        (
-            [*RUN, "--enable-chunked-context=5"],
-            "found '5'",
-            "type --enable-chunked-context alone, or --no-enable-chunked-context to turn it off",
-        ),
-        ([*RUN, "--streaming", "true"], "found 'true'", "type --streaming alone"),
-        ([*RUN, "--streaming=5"], "found '5'", "type --streaming alone"),
-        (
-            ["build", "--checkpoint-dir", "x", "--gather_context_logits", "disable"],
-            "found 'disable'",
-            "leave --gather-context-logits out",
-        ),
-        (
-            ["bench", "latency", "--engine-dir", "x", "--baseline", "on"],
-            "found 'on'",
-            "type --baseline alone",
-        ),
-        (["dataset", "--tokenizer", "x", "--stdout", "no", "text"], "'no'", "leave --stdout out"),
-        (["--version", "true"], "--version is a flag", "type --version alone"),
-    ],
-)
-def test_a_flag_with_a_value_is_named_with_what_to_type(llmctl, argv, said, fix):
-    done = llmctl(*argv)
-    assert done.code == 2 and done.err.startswith("error[Usage]: --") and said in done.err
-    assert done.err.endswith(f"\nfix: {fix}\n")
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["inspect", "--json", "there", "true"],  # what follows the flag is the path
-        [*RUN, "--streaming", "--chat", "words"],
-        [*RUN, "--streaming", "--top-k", "true"],
-    ],
-)
-def test_other_words_behind_a_flag_are_not_its_value(llmctl, argv):
-    done = llmctl(*argv)
-    assert done.code == 2 and "is a flag" not in done.out + done.err
-
-
 def test_a_current_folder_that_was_removed_is_named(llmctl, tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
