@@ -9,6 +9,7 @@ from typing import Any
 from llmctl.builder.models.family import DTYPES, ModelConfig
 from llmctl.builder.ranks import SUM_LEAVES
 from llmctl.builder.speculative_modes import (
+    DRAFT_MODELS,
     NONE,
     SAME_MODES,
     SPECULATIVE_MODES,
@@ -99,10 +100,11 @@ class BuildRequest:
         for name in mode_options():
             modes = [mode for mode, row in SPECULATIVE_MODES.items() if name in row.options]
             if getattr(self, name) is not None and self.mode not in modes:
+                is_model = name == "draft_model_dir" and self.mode == "draft_tokens_external"
                 raise BadConfig(
                     f"--{name.replace('_', '-')} is for --speculative-decoding-mode "
                     f"{' and '.join(modes)}, and the mode is {self.mode}",
-                    fix=f"--speculative-decoding-mode {modes[0]}",
+                    fix=DRAFT_MODELS if is_model else f"--speculative-decoding-mode {modes[0]}",
                 )
 
     @property

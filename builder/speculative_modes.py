@@ -100,6 +100,10 @@ class BuildMode:
 
 
 _HEADS = "draft_model_dir"
+# What to do with a draft model, which is no head.
+DRAFT_MODELS = (
+    "quantize and build a draft model as the target; `llmctl run --draft-engine` takes its engine"
+)
 SPECULATIVE_MODES: dict[str, BuildMode] = {
     "none": BuildMode(1, is_available=True, invent=nothing_to_invent, drafts_trees=False),
     "draft_tokens_external": BuildMode(  # chains, unless a draft engine is asked for trees

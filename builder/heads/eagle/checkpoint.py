@@ -39,6 +39,7 @@ from llmctl.builder.heads.eagle.shapes import (
 )
 from llmctl.builder.heads.eagle.vocabulary import KEPT, OFFSETS, check_vocabulary
 from llmctl.builder.heads.medusa.pickled import describe_pickled, read_pickled
+from llmctl.builder.heads.models import refuse_model
 from llmctl.errors import (
     BadTensorShape,
     CheckpointNotFound,
@@ -130,10 +131,11 @@ def is_eagle(folder: Path) -> bool:
 def open_head(folder: Path) -> OpenedHead:
     """The head of a folder.
 
-    Raises CheckpointNotFound, CorruptFile, PickleCheckpoint, UnexpectedTensor, UnknownQuantization
-    and Unsupported.
+    Raises CheckpointNotFound, CorruptFile, PickleCheckpoint, UnexpectedTensor, UnknownQuantization,
+    Unsupported and BadConfig (a whole model).
     """
     path, nested_path = folder / CONFIG_FILE, folder / QUANT_CONFIG_FILE
+    refuse_model(folder)
     if not has_file(path):
         raise CheckpointNotFound(
             f"{path} does not exist", fix="give the folder of an EAGLE head: --draft-model-dir HEAD"
@@ -146,7 +148,10 @@ def open_head(folder: Path) -> OpenedHead:
         file, held = pickled, read_pickled(pickled)
         stored = describe_pickled(pickled, held)
     else:
-        raise CheckpointNotFound(f"{folder} has no {SINGLE_FILE}", fix="fetch the head again")
+        raise CheckpointNotFound(
+            f"{folder} has no {SINGLE_FILE}",
+            fix="give the folder of an EAGLE head: --draft-model-dir HEAD",
+        )
     found: dict[str, TensorInfo] = {}
     for name, info in stored.items():
         own = f"{FIRST}.{name.removeprefix(MIDLAYER)}" if name.startswith(MIDLAYER) else name

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmctl.builder.heads.medusa.layouts import MODULE, SHARED, Layout, find_layout, renamed
 from llmctl.builder.heads.medusa.pickled import describe_pickled, read_pickled
+from llmctl.builder.heads.models import refuse_model
 from llmctl.errors import (
     BadConfig,
     BadTensorShape,
@@ -88,7 +89,8 @@ def open_heads(folder: Path | None, target: Checkpoint) -> MedusaHeads:
     """The heads of a folder; without one, those of the target's own checkpoint.
 
     Raises CheckpointNotFound, CorruptFile, PickleCheckpoint, MissingTensor, UnexpectedTensor,
-    BadTensorShape, UnknownQuantization, Unsupported (a layout that is not read).
+    BadTensorShape, UnknownQuantization, Unsupported (a layout that is not read) and BadConfig (a
+    whole model).
     """
     if folder is None:
         prefix = f"{MODULE}."
@@ -103,6 +105,7 @@ def open_heads(folder: Path | None, target: Checkpoint) -> MedusaHeads:
                 fix="name the folder of the heads: --draft-model-dir HEADS",
             )
         return _check(target.path, own, {}, target.quantization)
+    refuse_model(folder)
     config = _read_if_there(folder / CONFIG_FILE) or {}
     nested = _read_if_there(folder / QUANT_CONFIG_FILE)
     info = read_quantization(config, nested, str(folder / CONFIG_FILE))

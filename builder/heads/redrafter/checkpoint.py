@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmctl.builder.heads.models import refuse_model
 from llmctl.builder.heads.redrafter.layouts import (
     SCALES,
     converted,
@@ -45,6 +46,7 @@ from llmctl.quantize.format import (
 
 CONVERTED_FILE, SECOND_RANK = "rank0.safetensors", "rank1.safetensors"
 _KIND = "recurrent_drafting_drafter"
+_WANTED = "give the folder of a ReDrafter head: --draft-model-dir HEAD"
 _MOST = 1 << 31  # of every size
 _FLOATS = ("F32", "BF16", "F16")
 
@@ -113,14 +115,13 @@ def open_head(folder: Path) -> RecurrentHead:
     """The head of a folder.
 
     Raises CheckpointNotFound, CorruptFile, MissingTensor, UnexpectedTensor, BadTensorShape,
-    BadConfig (config.json contradicts the tensors), UnknownQuantization and Unsupported.
+    BadConfig (config.json contradicts the tensors, a whole model), UnknownQuantization and
+    Unsupported.
     """
     path = folder / CONFIG_FILE
+    refuse_model(folder)
     if not has_file(path):
-        raise CheckpointNotFound(
-            f"{path} does not exist",
-            fix="give the folder of a ReDrafter head: --draft-model-dir HEAD",
-        )
+        raise CheckpointNotFound(f"{path} does not exist", fix=_WANTED)
     config = read_json(path)
     is_converted = _is_converted(config)
     nested_path = folder / QUANT_CONFIG_FILE
@@ -128,10 +129,7 @@ def open_head(folder: Path) -> RecurrentHead:
     quantization = read_quantization(config, nested, str(path))
     file = folder / (CONVERTED_FILE if is_converted else SINGLE_FILE)
     if not has_file(file):
-        raise CheckpointNotFound(
-            f"{folder} has no {file.name}",
-            fix="give the folder of a ReDrafter head: --draft-model-dir HEAD",
-        )
+        raise CheckpointNotFound(f"{folder} has no {file.name}", fix=_WANTED)
     if is_converted and has_file(folder / SECOND_RANK):
         raise Unsupported(
             f"{folder} holds a head that was split over several ranks",
@@ -141,7 +139,7 @@ def open_head(folder: Path) -> RecurrentHead:
     if not is_converted and kind != _KIND:
         raise Unsupported(
             f"{path} says model_type {kind!r}; a ReDrafter head says {_KIND!r}",
-            fix="give the folder of a ReDrafter head: --draft-model-dir HEAD",
+            fix=_WANTED,
         )
     stored = read_header(file)
     tensors = converted(file, stored) if is_converted else spelled(file, stored)
