@@ -70,8 +70,9 @@ def config_path(folder: Path) -> Path:
     path = folder / CONFIG_FILE
     require_file(path)
     if not path.is_file():
+        found = f"is not an engine directory: it has no {CONFIG_FILE}"
         raise EngineNotFound(
-            f"{folder} is not an engine directory: it has no {CONFIG_FILE}",
+            f"{folder} {found if folder.exists() else 'does not exist'}",
             fix=f"llmctl build --checkpoint-dir CHECKPOINT --output-dir {folder}",
         )
     return path

@@ -94,6 +94,9 @@ class Checkpoint:
         shard the index names is absent) or UnknownQuantization.
         """
         config_path = path / CONFIG_FILE
+        if path.is_file():
+            wanted = f"{path} is a file; a folder in Hugging Face format is wanted"
+            raise CheckpointNotFound(wanted, fix=f"give {path.parent}")
         if not has_file(config_path):
             raise CheckpointNotFound(f"{config_path} does not exist")
         config = read_json(config_path)
@@ -208,7 +211,8 @@ def _read_headers(folder: Path) -> dict[str, TensorInfo]:
             f"{folder} has only pickle weights ({pickles[0]}); llmctl never unpickles",
             fix="convert it where you trust it: save_pretrained(..., safe_serialization=True)",
         )
-    found = "; it is an engine directory" if any(folder.glob("rank*.engine")) else ""
+    found = "".join(f"; it holds {p.name}" for p in sorted(folder.glob("*.safetensors"))[:1])
+    found = "; it is an engine directory" if any(folder.glob("rank*.engine")) else found
     raise CheckpointNotFound(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}")
 
 

@@ -118,10 +118,12 @@ def open_tokenizer(name: str) -> Tokenizer:
     if folder.is_dir():
         inner = folder / TOKENIZER_FOLDER
         return Tokenizer(inner if inner.is_dir() else folder, "--tokenizer")
-    if folder.is_absolute() or name.count("/") != 1:
+    if folder.is_file() or folder.is_absolute() or name.count("/") != 1:
+        other = "is a file" if folder.is_file() else "is no folder, and no OWNER/NAME of a model"
         raise TokenizerError(
-            f"--tokenizer {name} is no folder, and no model's name on the Hugging Face hub",
-            fix="name a folder with tokenizer.json, or an engine directory",
+            f"--tokenizer {name} {other}",
+            fix="name a folder with tokenizer.json, an engine directory, or a model on the Hugging "
+            "Face hub by OWNER/NAME",
         )
     from huggingface_hub import snapshot_download
 

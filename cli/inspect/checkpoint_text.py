@@ -48,14 +48,19 @@ def _summary(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     given = model["architectures"]
     if not isinstance(given, list) or not given:
         given = [model["model_type"] or "unknown"]
-    names = ", ".join(map(str, given))
-    yield (
-        "model",
-        f"{names}, {model['num_hidden_layers']} layers, hidden {model['hidden_size']}, "
-        f"vocabulary {model['vocab_size']}",
+    layers, heads = model["num_hidden_layers"], model["num_attention_heads"]
+    sizes = (  # config.json of a draft head does not say all
+        (layers, f"{layers} layer{'' if layers == 1 else 's'}"),
+        (model["hidden_size"], f"hidden {model['hidden_size']}"),
+        (model["vocab_size"], f"vocabulary {model['vocab_size']}"),
     )
-    heads = model["num_key_value_heads"] or model["num_attention_heads"]
-    yield "attention", f"{model['num_attention_heads']} heads, {heads} for keys and values"
+    told = (text for value, text in sizes if value is not None)
+    yield "model", ", ".join((*map(str, given), *told))
+    if heads is not None:
+        yield (
+            "attention",
+            f"{heads} heads, {model['num_key_value_heads'] or heads} for keys and values",
+        )
     yield (
         "weights",
         f"{checkpoint['num_values'] / 1e6:,.1f} million values, {size(checkpoint['bytes'])}: "

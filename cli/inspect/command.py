@@ -90,8 +90,11 @@ def inspect(
     if check_weights and trusted_builder is None:
         raise BadConfig("--check-weights is given without --trusted-builder")
     if not path.is_dir():
+        is_file = path.exists()
         raise EngineNotFound(
-            f"{path} is not a directory", fix="give an engine directory or a checkpoint folder"
+            f"{path} {'is a file' if is_file else 'does not exist'}; an engine directory or a "
+            "checkpoint folder is wanted",
+            fix=f"give {path.parent}" if is_file else "",
         )
     if _is_checkpoint(path):
         names = ("graph", "gpu", "read_bandwidth", "tokens", "context_len", "trusted_builder")

@@ -53,6 +53,11 @@ def test_a_truncated_file(plain: Path) -> None:
     refuse(plain, CorruptFile, "not a whole safetensors file")
 
 
+def test_a_file_of_the_folder(plain: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        refuse(plain / name, CheckpointNotFound, f"{name} is a file; a folder")
+
+
 def test_only_pickles(plain: Path) -> None:
     (plain / "model.safetensors").rename(plain / "pytorch_model.bin")
     refuse(plain, PickleCheckpoint, "never unpickles")

@@ -171,6 +171,18 @@ def test_a_name_the_hub_cannot_give_is_a_named_error(llmctl):
     assert "some/model is no folder" in done.err and "fix: name a folder" in done.err
 
 
+@pytest.mark.parametrize("name", ["gpt2", "/no/folder", "a/b/c"])
+def test_a_name_that_no_model_on_the_hub_has_is_told_their_form(name):
+    with pytest.raises(TokenizerError, match=f"{name} is no folder, and no OWNER/NAME") as caught:
+        open_tokenizer(name)
+    assert "OWNER/NAME" in caught.value.fix
+
+
+def test_a_file_is_no_tokenizers_folder(demo):
+    with pytest.raises(TokenizerError, match=r"tokenizer.json is a file$"):
+        open_tokenizer(str(demo / "tokenizer.json"))
+
+
 # ---- text ----
 
 

@@ -141,6 +141,39 @@ def test_a_broken_checkpoint_is_refused_by_name(llmctl, quantized):
     assert done.code == 1 and "error[CorruptFile]" in done.err
 
 
+@pytest.mark.parametrize(
+    ("head", "lines"),
+    [
+        ("demo-redrafter", ["model recurrent_drafting_drafter, hidden 384, vocabulary 4096"]),
+        (
+            "demo-eagle",
+            [
+                "model LlamaForCausalLMEagle3, 1 layer, hidden 384, vocabulary 4096",
+                "attention 6 heads, 1 for keys and values",
+            ],
+        ),
+    ],
+)
+def test_of_a_draft_head_what_its_config_says_is_shown(llmctl, repository, head, lines):
+    done = llmctl("inspect", repository / "examples" / head)
+    assert done.code == 0 and "None" not in done.out
+    shown = [" ".join(line.split()) for line in done.out.splitlines()]
+    assert shown[1 : 1 + len(lines)] == lines and shown[1 + len(lines)].startswith("weights")
+
+
+def test_what_is_no_folder_of_weights_is_named(llmctl, repository, tmp_path):
+    example = repository / "examples" / "demo-medusa"
+    config, absent = example / "config.json", tmp_path / "absent"
+    for path, name, said, fix in (
+        (example, "CheckpointNotFound", "; it holds medusa_lm_head.safetensors", "give a folder"),
+        (config, "EngineNotFound", f"{config} is a file; an engine", f"give {example}"),
+        (absent, "EngineNotFound", f"{absent} does not exist; an engine", ""),
+    ):
+        done = llmctl("inspect", path)
+        assert done.code == 1 and done.err.startswith(f"error[{name}]: ") and said in done.err
+        assert fix in done.err and ("fix: " in done.err) == bool(fix)
+
+
 @pytest.mark.parametrize("names", [5, [5], {}])
 def test_an_odd_architecture_is_shown_as_it_is(llmctl, engines, tmp_path, names):
     folder = tmp_path / "odd"

@@ -49,7 +49,7 @@ def test_json_errors_are_one_line_on_stdout(llmctl, tmp_path: Path):
     assert done.code == 1 and done.err == "" and done.out.count("\n") == 1
     error = json.loads(done.out)["error"]
     assert error["name"] == "EngineNotFound" and error["exit_code"] == 1
-    assert str(missing) in error["message"] and error["fix"]
+    assert error["message"] == f"{missing} does not exist" and error["fix"]
 
 
 def test_json_covers_usage_errors(llmctl):
