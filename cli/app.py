@@ -169,7 +169,9 @@ def _with_common_options(function: Callable[..., Any], module: Any) -> Callable[
     def load(context: typer.Context, path: Path | None) -> None:
         if path is not None:
             grouped = getattr(module, "GROUPED_LISTS", ())
-            context.default_map = config_file.read_config(path, context.command, grouped)
+            above = None if context.parent is None else context.parent.command
+            found = config_file.read_config(path, context.command, grouped, above)
+            context.default_map = found
 
     common = {
         "config": Annotated[

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ _KINDS = {"scalar": "value", "sequence": "list"}
 _TAGS = ("str", "int", "float", "bool", "null", "timestamp", "value", "seq", "map")
 
 
-def read_config(path: Path, command: Any, grouped: Collection[str] = ()) -> dict[str, Any]:
+def read_config(
+    path: Path, command: Any, grouped: Collection[str] = (), above: Any = None
+) -> dict[str, Any]:
     """Defaults by parameter for the parser.
 
-    grouped: options whose occurrences are lists themselves, passed on as JSON. Raises BadConfig
-    for a file that is no mapping, a key that is no option (naming the nearest that is), and a value
-    of the wrong kind.
+    grouped: options whose occurrences are lists themselves, passed on as JSON. above: the command
+    that this one is of. Raises BadConfig for a file that is no mapping, a key that is no option
+    (naming the command that has it, or the nearest that is), and a value of the wrong kind.
     """
     params = {name: param for param in command.params for name in _names(param)}
     found: dict[str, Any] = {}
@@ -41,7 +43,8 @@ def read_config(path: Path, command: Any, grouped: Collection[str] = ()) -> dict
         param = params.get(name)
         if param is None:
             raise BadConfig(
-                f"{path}: {shown(key)} is not an option of `{command.name}`", fix=_fix(name, params)
+                f"{path}: {shown(key)} is not an option of `{command.name}`",
+                fix=_fix(name, params, command, above),
             )
         if param.name in found:
             raise BadConfig(f"{path}: {shown(key)} sets --{name} a second time")
@@ -79,9 +82,20 @@ def _names(param: Any) -> list[str]:
     return [name for name in names if name not in _NOT_IN_FILES]
 
 
-def _fix(name: str, params: dict[str, Any]) -> str:
+def _fix(name: str, params: Mapping[str, Any], command: Any, above: Any) -> str:
+    """Where an option belongs that this command has not."""
+    children = getattr(command, "commands", {}).items()
+    having = [f"`{command.name} {other}`" for other, child in children if _has(child, name)]
+    if having:
+        return f"it is an option of {' and '.join(having)}: type --config FILE after the command"
+    if above is not None and _has(above, name):
+        return f"it is an option of `{above.name}`: type it before {command.name}"
     nearest = get_close_matches(name, params, n=1, cutoff=0.0)
     return f"the nearest option is {nearest[0]}"
+
+
+def _has(command: Any, name: str) -> bool:
+    return any(name in _names(param) for param in command.params)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

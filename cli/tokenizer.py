@@ -44,6 +44,9 @@ class Tokenizer:
     def __init__(self, folder: Path, option: str = "--tokenizer-dir") -> None:
         self.folder = folder
         self._fetch = f"{_FETCH}, or name others with {option}" if option else _FETCH
+        if folder.is_file():
+            wanted = f"{folder} is a file; the folder of a tokenizer is wanted"
+            raise TokenizerError(wanted, fix=f"give {folder.parent}")
         path = folder / TOKENIZER_FILE
         found = not_a_file(path)
         if found is not None or not path.is_file():

@@ -115,13 +115,12 @@ def open_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a model folder or an engine directory, or of a model on the Hugging Face
     hub by its name. Raises TokenizerError."""
     folder = Path(name)
-    if folder.is_dir():
+    if folder.exists():
         inner = folder / TOKENIZER_FOLDER
         return Tokenizer(inner if inner.is_dir() else folder, "--tokenizer")
-    if folder.is_file() or folder.is_absolute() or name.count("/") != 1:
-        other = "is a file" if folder.is_file() else "is no folder, and no OWNER/NAME of a model"
+    if folder.is_absolute() or name.count("/") != 1:
         raise TokenizerError(
-            f"--tokenizer {name} {other}",
+            f"--tokenizer {name} is no folder, and no OWNER/NAME of a model",
             fix="name a folder with tokenizer.json, an engine directory, or a model on the Hugging "
             "Face hub by OWNER/NAME",
         )

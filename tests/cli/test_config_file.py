@@ -120,6 +120,26 @@ def test_json_in_the_file_makes_errors_json_too(llmctl, tmp_path):
     assert llmctl("run", "--config", tmp_path / "none.yaml").out == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "key", "fix"),
+    [
+        (
+            "bench --config FILE throughput",
+            "engine_dir",
+            "of `bench latency` and `bench throughput`: type --config FILE after the command",
+        ),
+        ("dataset token-norm-dist --config FILE", "tokenizer", "type it before token-norm-dist"),
+        ("run --config FILE", "tokenizer", "the nearest option is tokenizer-dir"),
+    ],
+)
+def test_an_option_of_another_command_is_told_its_place(llmctl, tmp_path, words, key, fix):
+    path = tmp_path / "options.yaml"
+    path.write_text(f"{key}: x\n")
+    done = llmctl(*words.replace("FILE", str(path)).split())
+    assert done.code == 2 and f"'{key}' is not an option of" in done.err
+    assert fix in done.err.splitlines()[1]
+
+
 def test_a_file_that_is_absent_is_named(llmctl, tmp_path):
     done = llmctl("build", "--config", tmp_path / "none.yaml")
     assert done.code == 2 and "none.yaml does not exist" in done.err

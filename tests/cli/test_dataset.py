@@ -179,8 +179,9 @@ def test_a_name_that_no_model_on_the_hub_has_is_told_their_form(name):
 
 
 def test_a_file_is_no_tokenizers_folder(demo):
-    with pytest.raises(TokenizerError, match=r"tokenizer.json is a file$"):
+    with pytest.raises(TokenizerError, match=r"tokenizer.json is a file; the folder") as caught:
         open_tokenizer(str(demo / "tokenizer.json"))
+    assert caught.value.fix == f"give {demo}"
 
 
 # ---- text ----
