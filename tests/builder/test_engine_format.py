@@ -100,8 +100,11 @@ def test_the_config_says_where_the_engine_came_from(engine: Path) -> None:
 
 
 def test_a_missing_engine_is_named(tmp_path: Path, engine: Path, save, new_model) -> None:
-    with pytest.raises(EngineNotFound, match="not an engine directory"):
+    with pytest.raises(EngineNotFound, match="nowhere does not exist"):
         read_engine_config(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(EngineNotFound, match=r"not an engine directory: it has no config\.json"):
+        read_engine_config(tmp_path / "empty")
     with pytest.raises(EngineNotFound, match="checkpoint folder"):
         read_engine_config(save(new_model("llama"), "plain"))
     with pytest.raises(EngineNotFound, match="is a file; an engine directory") as caught:
