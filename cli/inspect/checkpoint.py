@@ -15,9 +15,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmctl.builder.heads.medusa.checkpoint import SAFE_FILE as HEADS_FILE
 from llmctl.plugins.schemes.scheme import E8M0, E8M0_BIAS
-from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo
-from llmctl.quantize.format import QuantizationInfo
+from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo, read_header
+from llmctl.quantize.format import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    QUANT_CONFIG_FILE,
+    SINGLE_FILE,
+    QuantizationInfo,
+    has_file,
+    read_json,
+    read_quantization,
+)
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCALE = re.compile(r"(_scale(_inv|_2)?|\.(k|v|input|output|weight)_scale|_scaling_factor)$")
@@ -28,7 +38,7 @@ _MAX_SCALE_BYTES = 2 << 20
 
 def describe_checkpoint(folder: Path) -> dict[str, Any]:
     """The object that `--json` prints. Raises what `Checkpoint.open` raises."""
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = _open(folder)
     tensors = list(checkpoint.tensors.values())
     groups = _groups(tensors)
     return {
@@ -47,6 +57,19 @@ def describe_checkpoint(folder: Path) -> dict[str, Any]:
         ],
         "files": _files(checkpoint),
     }
+
+
+def _open(folder: Path) -> Checkpoint:
+    """A checkpoint, or Medusa heads, whose file has another name and whose config.json names no
+    model, or is absent."""
+    heads = folder / HEADS_FILE
+    if not has_file(heads) or any(has_file(folder / name) for name in (SINGLE_FILE, INDEX_FILE)):
+        return Checkpoint.open(folder)
+    path, nested = folder / CONFIG_FILE, folder / QUANT_CONFIG_FILE
+    config = {"model_type": "medusa"} | (read_json(path) if has_file(path) else {})
+    stated = read_json(nested) if has_file(nested) else None
+    quantization = read_quantization(config, stated, str(path))
+    return Checkpoint(folder, config, read_header(heads), quantization)
 
 
 def _num_values(info: TensorInfo, checkpoint: Checkpoint) -> int:

@@ -144,6 +144,7 @@ def test_a_broken_checkpoint_is_refused_by_name(llmctl, quantized):
 @pytest.mark.parametrize(
     ("head", "lines"),
     [
+        ("demo-medusa", ["model medusa"]),
         ("demo-redrafter", ["model recurrent_drafting_drafter, hidden 384, vocabulary 4096"]),
         (
             "demo-eagle",
@@ -161,11 +162,21 @@ def test_of_a_draft_head_what_its_config_says_is_shown(llmctl, repository, head,
     assert shown[1 : 1 + len(lines)] == lines and shown[1 + len(lines)].startswith("weights")
 
 
+def test_medusa_heads_need_no_config(llmctl, repository, tmp_path):
+    shutil.copy(repository / "examples" / "demo-medusa" / "medusa_lm_head.safetensors", tmp_path)
+    found = json.loads(llmctl("inspect", tmp_path, "--json").out)
+    assert found["num_tensors"] == 12 and found["quantization"] is None
+    assert found["bytes"] == 6 * (384 * 384 + 384) * 2
+
+
 def test_what_is_no_folder_of_weights_is_named(llmctl, repository, tmp_path):
     example = repository / "examples" / "demo-medusa"
-    config, absent = example / "config.json", tmp_path / "absent"
+    config, absent, other = example / "config.json", tmp_path / "absent", tmp_path / "other"
+    other.mkdir()
+    shutil.copy(config, other)
+    shutil.copy(example / "medusa_lm_head.safetensors", other / "adapter.safetensors")
     for path, name, said, fix in (
-        (example, "CheckpointNotFound", "; it holds medusa_lm_head.safetensors", "give a folder"),
+        (other, "CheckpointNotFound", "; it holds adapter.safetensors", "give a folder"),
         (config, "EngineNotFound", f"{config} is a file; an engine", f"give {example}"),
         (absent, "EngineNotFound", f"{absent} does not exist; an engine", ""),
     ):
