@@ -104,6 +104,17 @@ def test_the_longest_contexts_are_those_of_prompts():
         assert same_bits(found, wanted[-count:]), count
 
 
+def test_bases_that_are_raised_with_a_chain_and_within_one():
+    own = made({"heads": 64, "kv_heads": 8, "lengths": (10240,)})
+    own.let_logits_rise()
+    ((_, start, count),) = steps = [(0, 10240 - 1100, 1100)]
+    (wanted,) = own.run(steps, execute)
+    for few in (1, 8, 11, 17):
+        for at in (start, start + 512, start + count - few):
+            (found,) = own.run([(0, at, few)], execute)
+            assert same_bits(found, wanted[at - start : at - start + few]), (few, at)
+
+
 def test_both_give_the_numbers_of_the_reference():
     own = made({"heads": 4, "kv_heads": 2, "spread": 2.0})
     blocks = own.tables[2].long().cuda()

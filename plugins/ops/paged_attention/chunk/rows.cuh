@@ -120,6 +120,7 @@ DEVICE void load_queries(u32 (&queries)[STEPS][4], u32 operand) {
 // The first tile of what is appended to `all`: work items, or what another kernel has for them.
 struct Units {
   static DEVICE int start(int unit) { return unit_start(unit); }
+  static DEVICE bool has_own_base(int) { return true; }  // what begins with a tile
 };
 
 // Attends to tiles [0, tiles): `all` is what is merged of all work items but the last, `unit` the last one. From
@@ -183,7 +184,7 @@ DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, i
     is_first = tile == unit_end;
     const auto weighed = unit.weighed();  // of the work item whose values are being added
     if (is_first) {
-      unit.clear_states();
+      if (Its::has_own_base(tile)) unit.clear_states();
       unit_end = Its::start(++next_unit);
     }
     find_base(tile);

@@ -7,15 +7,15 @@ are rounded to bfloat16; the rest differ by how it computes powers of two.
 A row is a query head of a token, and all that is decided for it follows from itself:
 
 - Its query is divided by a power of two, the smallest with which all its numbers stay within 448.
-- Keys are taken in tiles of KEYS, and these in chains of CHAIN tiles at absolute positions. A chain
-  has a base, a logit (times log2 e): the largest of its first visible tile, raised to the largest
-  of a later tile only if that is more than RAISE above it, which few are. Its sums are scaled then.
+- Keys are taken in tiles of KEYS, and these in work items of UNIT to MOST_UNIT tiles at absolute
+  positions, divided as shared/tiles.py says. A work item has a base, a logit (times log2 e): the
+  largest of its first visible tile, raised to the largest of a later tile only if that is more than
+  RAISE above it, which few are. Its sums are scaled then.
 - A weight is 2^(logit - base + WEIGHT_POWER), so at most 256; E4M3 has normal numbers down to a
   2^-14th of that. Sums of weights times values, and of weights alone, are of rounded weights and
-  one chain of products from zero over the chain's 512 keys, no more, for a sum has 14 bits.
-- Work items are UNIT to MOST_UNIT tiles, divided as shared/tiles.py says, and so whole chains.
-  Chains are merged from left to right within their work item, and work items then, which leaves
-  fewer of them for thread blocks to store that share a long context.
+  one chain of products from zero over CHAIN tiles, no more, for a sum has 14 bits.
+- A work item's chains, CHAIN tiles each, are added to each other from left to right, and work items
+  are merged from left to right: fewer of them are left to thread blocks that share a long context.
 
 Keys within a group of 32 may come in any order, because the order of an instruction's products
 does not matter: images_fp8.cu stores values in the order in which threads have their weights.
@@ -57,14 +57,16 @@ def attend(
     state = item = _nothing(q, v)
     first, nth = 0, 0
     while first < len(k):
-        own = _nothing(q, v)
+        base, total, sums = item
+        own = base, torch.zeros_like(total), torch.zeros_like(sums)
         for start in range(first, min(first + CHAIN * KEYS, len(k)), KEYS):
             keys = slice(start, start + KEYS)
             nothing = torch.zeros(len(q), len(k[keys]), device=q.device)
             logits = add_products(nothing, rows, k[keys]) * logit_scale
             hidden = start + torch.arange(len(k[keys]), device=q.device) > positions[:, None]
             own = _add_tile(own, logits.masked_fill(hidden, -math.inf), v[keys])
-        item = _merge(item, own)
+        fade = _exp2(base - _finite(own[0]))
+        item = own[0], total * fade + own[1], sums * fade[:, None] + own[2]
         first += CHAIN * KEYS
         if first >= min(unit_start(nth + 1, most_unit, UNIT) * KEYS, len(k)):
             state, item, nth = _merge(state, item), _nothing(q, v), nth + 1
@@ -89,9 +91,8 @@ def _add_tile(state: State, logits: torch.Tensor, values: torch.Tensor) -> State
     base, total, sums = state
     largest = logits.amax(-1)
     raised = torch.where(largest > base + RAISE, largest, base)
-    finite = torch.where(raised == -math.inf, 0.0, raised)
-    fade = _exp2(base - finite)
-    weights = _exp2(logits - finite[:, None] + WEIGHT_POWER)
+    fade = _exp2(base - _finite(raised))
+    weights = _exp2(logits - _finite(raised)[:, None] + WEIGHT_POWER)
     # A tile has an operand's KEYS keys, zeros behind the last one, and one more dimension: ones.
     operand = torch.nn.functional.pad(weights, (0, KEYS - weights.shape[1])).to(_E4M3)
     size = values.shape[1]
@@ -103,6 +104,11 @@ def _add_tile(state: State, logits: torch.Tensor, values: torch.Tensor) -> State
     return raised, added[:, size], added[:, :size]
 
 
+def _finite(base: torch.Tensor) -> torch.Tensor:
+    """Where nothing was visible, exponents are relative to zero."""
+    return torch.where(base == -math.inf, 0.0, base)
+
+
 def _exp2(x: torch.Tensor) -> torch.Tensor:
     """2^x by float64: a number's float32 power would depend on its place in the tensor, whose end
     a CPU computes otherwise than by vectors."""
@@ -111,6 +117,5 @@ def _exp2(x: torch.Tensor) -> torch.Tensor:
 
 def _merge(left: State, right: State) -> State:
     base = torch.maximum(left[0], right[0])
-    finite = torch.where(base == -math.inf, 0.0, base)
-    a, b = _exp2(left[0] - finite), _exp2(right[0] - finite)
+    a, b = _exp2(left[0] - _finite(base)), _exp2(right[0] - _finite(base))
     return base, left[1] * a + right[1] * b, left[2] * a[:, None] + right[2] * b[:, None]

@@ -39,16 +39,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
   if (range.begin == range.end) return;
   const volatile Place& place = placed;
   if (threadIdx.x < THREADS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
     add_totals(places, columns, requests, range, place, {partial, max_entries},
                {&map, int((cache - second_line) / SIZE) + 1}, block_tables);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
   wait_for_dependencies();
-  const float key_scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
-  const float value_scale = V_SCALE ? *v_scale : 1.0f;
-  const float quanta = STATIC ? __fdiv_rn(1.0f, *out_scale) : 1.0f;
   const Entries stored = {partial, max_entries};
   const Own own;
   const MergedSums all(memory);
@@ -62,12 +59,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
     if (share.begin >= share.end) continue;
     const int first_token = at.nth / HEADS * block_tokens;
     const Part part = {at.nth % HEADS, at.start + first_token, min(block_tokens, at.tokens - first_token) * GROUP};
-    const Kept kept(place);
     const int row = threadIdx.x - THREADS;
     if (is_next) meet_all();  // nobody reads the queries and columns before any more
     is_next = true;
+    const float key_scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
     put_queries(places, columns, q, part, position_ids, at.limit, key_scale);
-    if (share.begin > 0 && !kept.is_shared) {
+    if (share.begin > 0 && place.count <= 1) {
       wait_for_beginning(counters + (blockIdx.x - 1) * FLAG_STEP);
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) all.of(j) = __ldcg(stored.sums(blockIdx.x - 1) + nth_four(own, j));
@@ -82,12 +79,15 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
     }
     shared_fence();
     meet_all();
-    const int full_tiles = min(load_int(position_ids + part.token) + 1, at.limit) / KEYS;
-    tiles.attend(columns, own, share, full_tiles, at.limit,
-                 [&](int unit, float(&item)[HELD], const float(&sums)[HELD], bool is_item) {
-                   float4* to = stored.sums(kept.merges ? 0 : kept.entry_of(unit));
-                   finish_sums(item, sums, columns, own, is_item, kept.merges, all, to);
+    tiles.attend(columns, own, share, at.limit,
+                 [&](int unit, const float(&item)[HELD]) {
+                   const Kept kept(place);
+                   finish_sums(item, columns, own, kept.merges, all, stored.sums(kept.merges ? 0 : kept.entry_of(unit)));
                  });
+    // Read here, because keeping them through the loop would cost registers.
+    const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
+    const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
+    const Kept kept(place);
     const bool hands_over = !kept.is_shared && share.end < at.tiles;
     if (hands_over || kept.is_shared && kept.merges) {
       const int entry = hands_over ? int(blockIdx.x) : kept.first_entry;

@@ -61,20 +61,48 @@ struct Factors {
 };
 DEVICE float joined(float all, float left, float its, float right) { return __fmaf_rn(all, left, __fmul_rn(its, right)); }
 
-// The state of a row's chain is merged into its work item's, and that of a complete work item into the row's, or it is stored.
-DEVICE void finish_row(Columns& columns, int row, float base, bool is_item, bool merges, float2* state) {
-  const Factors by(columns.item_base[row], base);
-  const float total = joined(columns.item_total[row], by.left, columns.total[row], by.right);
-  columns.left[row] = by.left, columns.right[row] = by.right;
-  columns.item_base[row] = is_item ? minus_infinity() : by.base, columns.item_total[row] = is_item ? 0.0f : total;
-  if (!is_item) return;
+// A row's work item, as far as its chains are complete.
+struct ItemState {
+  float base, total;
+
+  DEVICE void clear() { base = minus_infinity(), total = 0.0f; }
+  DEVICE float fade(float to) const { return exp2(__fsub_rn(base, finite(to))); }
+  DEVICE void append(float its_base, float its_total) {
+    total = __fmaf_rn(total, fade(its_base), its_total), base = its_base;
+  }
+};
+
+// The state of a row's complete work item is merged into the row's, or it is stored.
+DEVICE void finish_row(Columns& columns, int row, const ItemState& item, bool merges, float2* state) {
   if (!merges) {
-    __stcg(state + row, make_float2(by.base, total));
+    __stcg(state + row, make_float2(item.base, item.total));
     return;
   }
-  const Factors to(columns.all_base[row], by.base);
-  columns.all_left[row] = to.left, columns.all_right[row] = to.right, columns.all_base[row] = to.base;
-  columns.all_total[row] = joined(columns.all_total[row], to.left, total, to.right);
+  const Factors by(columns.all_base[row], item.base);
+  columns.left[row] = by.left, columns.right[row] = by.right, columns.all_base[row] = by.base;
+  columns.all_total[row] = joined(columns.all_total[row], by.left, item.total, by.right);
+}
+
+// Sums of a complete chain are added to its work item's, or they are its first ones.
+DEVICE void append_chain(float (&item)[HELD], const float (&sums)[HELD], const Columns& columns, const Own& anywhere, bool has_raised,
+                         bool is_new) {
+  if (is_new) {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) item[i] = __fadd_rn(0.0f, sums[i]);
+    return;
+  }
+  if (!has_raised) {  // all factors are one
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) item[i] = __fadd_rn(item[i], sums[i]);
+    return;
+  }
+  const Own own = anywhere.here();
+#pragma unroll
+  for (int j = 0; j < BLOCKS; ++j) {
+    const float2 by = *(const float2*)&columns.chain_fade[8 * j + 2 * own.t];
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; ++i) item[i] = __fmaf_rn(item[i], i % 2 ? by.y : by.x, sums[i]);
+  }
 }
 
 // What has been merged of a context: of every thread four numbers for each eight rows.
@@ -85,32 +113,21 @@ struct MergedSums {
   DEVICE float4& of(int j) const { return own[j * COMPUTING]; }
 };
 
-// And their sums, when that is done.
-DEVICE void finish_sums(float (&item)[HELD], const float (&sums)[HELD], const Columns& columns, const Own& own, bool is_item,
-                        bool merges, const MergedSums& all, float4* to) {
-#pragma unroll
-  for (int j = 0; j < BLOCKS; ++j) {
-    const float2 left = *(const float2*)&columns.left[8 * j + 2 * own.t];
-    const float2 right = *(const float2*)&columns.right[8 * j + 2 * own.t];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      item[4 * j + i] = joined(item[4 * j + i], i % 2 ? left.y : left.x, sums[4 * j + i], i % 2 ? right.y : right.x);
-    }
-  }
-  if (!is_item) return;
+// And a work item's sums, when that is done.
+DEVICE void finish_sums(const float (&item)[HELD], const Columns& columns, const Own& anywhere, bool merges, const MergedSums& all,
+                        float4* to) {
+  const Own own = anywhere.here();
   if (!merges) store_sums(to, item, own);
 #pragma unroll
   for (int j = 0; j < BLOCKS; ++j) {
     if (merges) {
-      const float2 left = *(const float2*)&columns.all_left[8 * j + 2 * own.t];
-      const float2 right = *(const float2*)&columns.all_right[8 * j + 2 * own.t];
+      const float2 left = *(const float2*)&columns.left[8 * j + 2 * own.t];
+      const float2 right = *(const float2*)&columns.right[8 * j + 2 * own.t];
       float4 x = all.of(j);
       x.x = joined(x.x, left.x, item[4 * j], right.x), x.y = joined(x.y, left.y, item[4 * j + 1], right.y);
       x.z = joined(x.z, left.x, item[4 * j + 2], right.x), x.w = joined(x.w, left.y, item[4 * j + 3], right.y);
       all.of(j) = x;
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) item[4 * j + i] = 0.0f;
   }
 }
 
@@ -143,41 +160,72 @@ DEVICE float4 load_four(const void* from) {
   return x;
 }
 
-// Merges and writes what thread block `nth` of `sharing` takes of a context's `count` stored work items: dimensions 2 g and 2 g + 1 of
-// two rows a thread.
-DEVICE void merge_stored(const Entries& stored, int first_entry, int count, int nth, int sharing, const Part& part,
-                         OUT_TYPE::Storage* out, float value_scale, float quanta) {
-  const int each = (FOURS + sharing - 1) / sharing, end = min((nth + 1) * each, FOURS);
-#pragma unroll 1
-  for (int at = nth * each + int(threadIdx.x) - THREADS; at < end; at += COMPUTING) {
-    const int lane = at % 32, warp = at / 32 % 4, block = at / 128 % BLOCKS, row = 8 * block + lane % 4 * 2;
-    const float4* sums = stored.sums(first_entry) + at;
-    const float2* states = stored.states(first_entry) + row;
+// Merges what a context has stored, for `TIMES` fours of a thread, COMPUTING apart, and writes them: dimensions 2 g and 2 g + 1 of two rows
+// each. `BATCH` work items are asked for together, of those that there are.
+template <int TIMES, int BATCH>
+DEVICE void merge_fours(const Entries& stored, int first_entry, int count, int at, int end, const Part& part, OUT_TYPE::Storage* out,
+                        float value_scale, float quanta) {
+  struct Merged {
     float all[4] = {0.0f, 0.0f, 0.0f, 0.0f}, base[2] = {minus_infinity(), minus_infinity()}, total[2] = {0.0f, 0.0f};
+  } merged[TIMES];
+  const auto row_of = [](int four) { return 8 * (four / 128 % BLOCKS) + four % 4 * 2; };
 #pragma unroll 1
-    for (int first = 0; first < count; first += BATCH) {
-      float4 x[BATCH], its[BATCH];  // base and total of two rows
+  for (int first = 0; first < count; first += BATCH) {
+    float4 x[TIMES][BATCH], its[TIMES][BATCH];  // base and total of two rows
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
+    for (int time = 0; time < TIMES; ++time) {
+      const int four = min(at + time * COMPUTING, end - 1);
+      const float4* sums = stored.sums(first_entry) + four;
+      const float2* states = stored.states(first_entry) + row_of(four);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {  // what is not there is one that is: a load in a branch would wait for all others
         const int entry = min(first + i, count - 1);
-        x[i] = load_four(sums + entry * FOURS), its[i] = load_four(states + entry * ROWS);
-      }
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        if (first + i >= count) its[i].x = its[i].z = minus_infinity(), its[i].y = its[i].w = 0.0f;
-        const Factors by[2] = {Factors(base[0], its[i].x), Factors(base[1], its[i].z)};
-        const bool is_there = first + i < count;  // what is not there leaves all as it is
-        const float next[4] = {joined(all[0], by[0].left, x[i].x, by[0].right), joined(all[1], by[1].left, x[i].y, by[1].right),
-                               joined(all[2], by[0].left, x[i].z, by[0].right), joined(all[3], by[1].left, x[i].w, by[1].right)};
-        total[0] = joined(total[0], by[0].left, its[i].y, by[0].right);
-        total[1] = joined(total[1], by[1].left, its[i].w, by[1].right);
-        base[0] = by[0].base, base[1] = by[1].base;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) all[k] = is_there ? next[k] : all[k];
+        x[time][i] = load_four(sums + entry * FOURS), its[time][i] = load_four(states + entry * ROWS);
       }
     }
-    const int dimension = at / (128 * BLOCKS) * 64 + warp * 16 + lane / 4 * 2;
-    write_two(out, part, row, dimension, all[0], all[2], __fdiv_rn(value_scale, total[0]), quanta);
-    write_two(out, part, row + 1, dimension, all[1], all[3], __fdiv_rn(value_scale, total[1]), quanta);
+#pragma unroll
+    for (int time = 0; time < TIMES; ++time) {
+      Merged& own = merged[time];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        float4 state = its[time][i];
+        const float4 y = x[time][i];
+        const bool is_there = first + i < count;  // what is not there leaves all as it is
+        if (!is_there) state = make_float4(minus_infinity(), 0.0f, minus_infinity(), 0.0f);
+        const Factors by[2] = {Factors(own.base[0], state.x), Factors(own.base[1], state.z)};
+        const float next[4] = {joined(own.all[0], by[0].left, y.x, by[0].right), joined(own.all[1], by[1].left, y.y, by[1].right),
+                               joined(own.all[2], by[0].left, y.z, by[0].right), joined(own.all[3], by[1].left, y.w, by[1].right)};
+        own.total[0] = joined(own.total[0], by[0].left, state.y, by[0].right);
+        own.total[1] = joined(own.total[1], by[1].left, state.w, by[1].right);
+        own.base[0] = by[0].base, own.base[1] = by[1].base;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) own.all[k] = is_there ? next[k] : own.all[k];
+      }
+    }
+  }
+#pragma unroll
+  for (int time = 0; time < TIMES; ++time) {
+    const int four = at + time * COMPUTING, row = row_of(four);
+    const int dimension = four / (128 * BLOCKS) * 64 + four / 32 % 4 * 16 + four % 32 / 4 * 2;
+    if (four >= end) continue;
+    const Merged& own = merged[time];
+    write_two(out, part, row, dimension, own.all[0], own.all[2], __fdiv_rn(value_scale, own.total[0]), quanta);
+    write_two(out, part, row + 1, dimension, own.all[1], own.all[3], __fdiv_rn(value_scale, own.total[1]), quanta);
+  }
+}
+
+// What thread block `nth` of `sharing` takes of a context's `count` stored work items. Of few work items many fours are asked for at once.
+DEVICE void merge_stored(const Entries& stored, int first_entry, int count, int nth, int sharing, const Part& part,
+                         OUT_TYPE::Storage* out, float value_scale, float quanta) {
+  constexpr int FEW = 3, TIMES = 4;
+  const int each = (FOURS + sharing - 1) / sharing, end = min((nth + 1) * each, FOURS);
+  const int step = count <= FEW ? TIMES * COMPUTING : COMPUTING;
+#pragma unroll 1
+  for (int at = nth * each + int(threadIdx.x) - THREADS; at < end; at += step) {
+    if (count <= FEW) {
+      merge_fours<TIMES, FEW>(stored, first_entry, count, at, end, part, out, value_scale, quanta);
+    } else {
+      merge_fours<1, BATCH>(stored, first_entry, count, at, end, part, out, value_scale, quanta);
+    }
   }
 }

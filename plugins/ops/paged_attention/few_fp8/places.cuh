@@ -16,19 +16,25 @@ constexpr int ROWS_BYTES = ROWS * 128;         // queries, or weights of a tile
 static_assert(KEYS == 128 && SIZE == 128 && KV_TYPE::bytes == 1, "keys, dimensions and weights are rows of 128 bytes");
 static_assert(SPAN >= 8, "a box is whole atoms of the swizzle");
 
+// What logits of two rows are multiplied by, and what is added: WEIGHT_POWER less the base.
+struct alignas(16) Pair {
+  float scale[2], shift[2];
+};
+
 // What is known of each row, a column of the products.
 struct Columns {
-  float scale[ROWS];              // of its logits
-  float shift[ROWS];              // what is added to logits: WEIGHT_POWER less the base
-  float base[ROWS];               // of the chain
-  float fade[ROWS];               // factor for sums of earlier tiles
+  Pair pairs[ROWS / 2];           // what logits become exponents with, of two rows
+  float base[ROWS];               // of the work item
+  float fade[ROWS];               // factor for sums of a chain's earlier tiles, where bases are raised
+  float chain_fade[ROWS];         // and for those of the work item's chains before, if any base was raised in this one
   float total[ROWS];              // of weights of a chain
-  float left[ROWS], right[ROWS];  // factors for a work item, and for a chain behind it
-  float all_left[ROWS], all_right[ROWS];  // for what has been merged, and for a work item
-  float item_base[ROWS], item_total[ROWS];  // of a work item
-  float all_base[ROWS], all_total[ROWS];    // of what has been merged
-  int top[2][ROWS];               // the largest logit of a tile, in order: of a chain's first one, of another one
+  float left[ROWS], right[ROWS];  // factors for what has been merged, and for a work item behind it
+  float all_base[ROWS], all_total[ROWS];  // of what has been merged
+  int top[2][ROWS];               // the largest logit of a tile, in order: of a work item's first one, of another one
   int last_key[ROWS];             // that it sees
+
+  DEVICE float& scale(int row) { return pairs[row / 2].scale[row % 2]; }
+  DEVICE float& shift(int row) { return pairs[row / 2].shift[row % 2]; }
 };
 
 struct Places {
@@ -120,11 +126,12 @@ struct Bringer {
       barrier_expect(full_values, present * (SPAN * SIZE));
     }
     const int inside = TILES_PER_PAGE > 1 ? tile % TILES_PER_PAGE * KEYS : 0;
-#pragma unroll 1
-    for (int nth = 0; nth < present; ++nth) {
-      const int page = pages.page(tile, nth);
-      const int row = cache.first_row + (page * (2 * HEADS) + at.nth % HEADS) * TOKENS_PER_BLOCK + inside;
-      if (!is_one) continue;
+    const int own_row = cache.first_row + at.nth % HEADS * TOKENS_PER_BLOCK + inside;
+    constexpr int TOGETHER = TILE_PAGES < 4 ? TILE_PAGES : 4;  // boxes that do not wait for each other
+#pragma unroll TOGETHER
+    for (int nth = 0; nth < TILE_PAGES; ++nth) {
+      const int row = own_row + pages.page(tile, nth) * (2 * HEADS * TOKENS_PER_BLOCK);
+      if (!is_one || nth >= present) continue;
       copy_box(places.keys(ring.slot) + nth * (SPAN * SIZE), cache.map, 0, row, full_keys, EVICT_FIRST);
       copy_box(places.values(ring.slot) + nth * (SPAN * SIZE), cache.map, 0, row + HEADS * TOKENS_PER_BLOCK, full_values,
                EVICT_FIRST);

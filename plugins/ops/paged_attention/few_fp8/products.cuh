@@ -19,6 +19,7 @@ HELD_PRODUCT(48, I24, 24, 25, 26, 27, 28, 29, D24(0))
 HELD_PRODUCT(88, I44, 44, 45, 46, 47, 48, 49, D44(0))
 #endif
 
+constexpr int AHEAD = 2;           // pairs are loaded so many blocks of columns before they are used
 constexpr int DEEP = 4;            // products of 32 along a head, or a tile's keys
 constexpr int HELD = ROWS / 2;     // of a product, a thread
 constexpr int BLOCKS = ROWS / 8;   // of columns
@@ -31,6 +32,12 @@ struct Own {
     const int thread = threadIdx.x - THREADS;
     warpgroup = __shfl_sync(~0u, thread / 128, 0), warp = __shfl_sync(~0u, thread / 32 % 4, 0);
     g = thread % 32 / 4, t = thread % 4;
+  }
+  // The same, from which nothing is derived before a loop, where it would take registers.
+  DEVICE Own here() const {
+    Own its = *this;
+    hold_back(its.g), hold_back(its.t);
+    return its;
   }
   DEVICE int key() const { return 64 * warpgroup + 16 * warp + g; }
   DEVICE int dimension() const { return 64 * warpgroup + 16 * warp + 2 * g; }
@@ -88,7 +95,8 @@ DEVICE void load_values(u32 (&x)[DEEP][4], u32 values, const Own& own, int left)
 }
 
 // Logits of keys that a row does not see. `first`: key of the tile.
-DEVICE void mask(float (&s)[HELD], const Columns& columns, const Own& own, int first) {
+DEVICE void mask(float (&s)[HELD], const Columns& columns, const Own& anywhere, int first) {
+  const Own own = anywhere.here();
   const int key = first + own.key();
 #pragma unroll
   for (int j = 0; j < BLOCKS; ++j) {
@@ -101,40 +109,44 @@ DEVICE void mask(float (&s)[HELD], const Columns& columns, const Own& own, int f
   }
 }
 
-// Whoever reads it meets the thread before, so nothing that is read here has to wait for it.
-DEVICE void store_two_weights(u32 to, u16 x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(x)); }
-
-// What logits of two columns become weights with.
-struct Pairs {
-  float2 scale, shift;
-};
+// Volatile, so that they stay in the order in which they are written: a pair is loaded long before it is used.
+DEVICE void store_two_weights(u32 to, u16 x) { asm volatile("st.volatile.shared.u16 [%0], %1;" ::"r"(to), "h"(x)); }
+DEVICE float4 load_pair(u32 from) {
+  float4 x;
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from));
+  return x;
+}
 
 // Exponents, rounded otherwise than what a base is raised by: those that are not above this do not raise it, if bases are not far from
 // zero.
 constexpr float MAY_RAISE = WEIGHT_POWER + RAISE - 0.25f, FAR_BASE = 262144.0f;
 
 // Weights of a tile; whether a logit may raise its row's base.
-DEVICE bool weigh(const float (&s)[HELD], const Columns& columns, const Own& own, u32 weights) {
+DEVICE bool weigh(const float (&s)[HELD], const Columns& columns, const Own& anywhere, u32 weights) {
+  const Own own = anywhere.here();
   float most = minus_infinity();
   const u32 chunk = own.key() / 16, even = 2 * own.t, odd = even + 1;
   const u32 to_even = weights + even * 128 + ((chunk ^ even) << 4) + 2 * own.g;
   const u32 to_odd = weights + odd * 128 + ((chunk ^ odd) << 4) + 2 * own.g;
-  const auto of = [&](int j) {
-    const int row = 8 * j + 2 * own.t;
-    return Pairs{*(const float2*)&columns.scale[row], *(const float2*)&columns.shift[row]};
+  const u32 pairs = shared_address(columns.pairs) + own.t * sizeof(Pair);
+  float4 by[BLOCKS];  // pairs
+  u16 packed[BLOCKS][2];
+  const auto store = [&](int j) {
+    store_two_weights(to_even + j * 1024, packed[j][0]), store_two_weights(to_odd + j * 1024, packed[j][1]);
   };
-  Pairs next = of(0);  // before weights are stored, which the compiler takes for what is read here
+#pragma unroll
+  for (int j = 0; j < (AHEAD < BLOCKS ? AHEAD : BLOCKS); ++j) by[j] = load_pair(pairs + j * 4 * sizeof(Pair));
 #pragma unroll
   for (int j = 0; j < BLOCKS; ++j) {
+    if (j + AHEAD < BLOCKS) by[j + AHEAD] = load_pair(pairs + (j + AHEAD) * 4 * sizeof(Pair));
+    if (j > 0) store(j - 1);
     const float* x = &s[4 * j];
-    const Pairs its = next;
-    if (j + 1 < BLOCKS) next = of(j + 1);
-    const float a = __fmaf_rn(x[0], its.scale.x, its.shift.x), b = __fmaf_rn(x[2], its.scale.x, its.shift.x);
-    const float c = __fmaf_rn(x[1], its.scale.y, its.shift.y), d = __fmaf_rn(x[3], its.scale.y, its.shift.y);
+    const float a = __fmaf_rn(x[0], by[j].x, by[j].z), b = __fmaf_rn(x[2], by[j].x, by[j].z);
+    const float c = __fmaf_rn(x[1], by[j].y, by[j].w), d = __fmaf_rn(x[3], by[j].y, by[j].w);
     most = fmaxf(fmaxf(most, fmaxf(a, b)), fmaxf(c, d));
-    store_two_weights(to_even + j * 1024, E4M3::pack_pair(exp2(a), exp2(b)));
-    store_two_weights(to_odd + j * 1024, E4M3::pack_pair(exp2(c), exp2(d)));
+    packed[j][0] = E4M3::pack_pair(exp2(a), exp2(b)), packed[j][1] = E4M3::pack_pair(exp2(c), exp2(d));
   }
+  store(BLOCKS - 1);
   return most > MAY_RAISE;
 }
 
@@ -159,7 +171,8 @@ DEVICE void halve(float (&x)[COUNT], bool keeps_second, int lanes) {
 }
 
 // The largest logits of a tile, for all rows.
-DEVICE void find_tops(const float (&s)[HELD], int (&tops)[ROWS], const Own& own) {
+DEVICE void find_tops(const float (&s)[HELD], int (&tops)[ROWS], const Own& anywhere) {
+  const Own own = anywhere.here();
   constexpr int COUNT = 2 * BLOCKS, HALF = (COUNT + 1) / 2, QUARTER = (HALF + 1) / 2, EIGHTH = (QUARTER + 1) / 2;
   float top[COUNT];
 #pragma unroll
@@ -178,20 +191,21 @@ DEVICE void find_tops(const float (&s)[HELD], int (&tops)[ROWS], const Own& own)
   }
 }
 
-// A row's base in its work item's first tile, and where another one's logits raise it.
+// A row's base in its work item's first tile, and where another one's logits raise it; whether the row has one that is far from zero.
 DEVICE float first_base(int top, float scale) {
   const float its = __fmul_rn(of_ordered(top), scale);
   return its > minus_infinity() ? its : minus_infinity();
 }
-DEVICE void put_base(Columns& columns, int row, float base) {
-  columns.base[row] = base, columns.shift[row] = __fsub_rn(WEIGHT_POWER, finite(base));
+DEVICE bool put_base(Columns& columns, int row, float base) {
+  columns.base[row] = base, columns.shift(row) = __fsub_rn(WEIGHT_POWER, finite(base));
+  return columns.last_key[row] >= 0 && !(fabsf(base) < FAR_BASE);
 }
-DEVICE void raise(Columns& columns, int row) {
-  const float top = __fmul_rn(of_ordered(columns.top[1][row]), columns.scale[row]);
+DEVICE bool raise(Columns& columns, int row) {
+  const float top = __fmul_rn(of_ordered(columns.top[1][row]), columns.scale(row));
   columns.top[1][row] = NO_TOP;
   const float before = columns.base[row], base = top > __fadd_rn(before, RAISE) ? top : before;
-  put_base(columns, row, base);
   columns.fade[row] = exp2(__fsub_rn(before, finite(base)));
+  return put_base(columns, row, base);
 }
 
 // Sums times a factor of each row.

@@ -39,70 +39,59 @@ DEVICE void put_queries(const Places& places, Columns& columns, const MODEL_TYPE
     }
     store_shared(places.queries() + row * 128 + ((piece ^ row & 7) << 4), words[0], words[1], words[2], words[3]);
     if (piece > 0) continue;
-    columns.scale[row] = __fmul_rn(key_scale, __uint_as_float((power - 8) << 23));
+    columns.scale(row) = __fmul_rn(key_scale, __uint_as_float((power - 8) << 23));
     columns.top[0][row] = columns.top[1][row] = NO_TOP;
-    columns.item_base[row] = minus_infinity(), columns.item_total[row] = 0.0f;
     columns.last_key[row] = is_there ? min(load_int(position_ids + token), limit - 1) : -1;
   }
 }
 
-// A walk through the tiles of a share.
-struct Walk {
-  int unit, end;  // of the work item
-
-  DEVICE void start(int nth) { unit = nth, end = unit_start(nth + 1); }
-  DEVICE void reach(int tile) {
-    if (tile == end) start(unit + 1);
-  }
-};
+// The end of the work item that begins with a tile, and the work item that ends before one.
+DEVICE int unit_end(int tile) { return unit_start(count_units(tile + 1)); }
+DEVICE int unit_before(int tile) { return count_units(tile) - 1; }
 
 // The tiles of one context after another, by the threads that compute.
 struct Tiles {
   Places places;
   Ring<SLOTS> ring;
-  u32 nth = 0;  // tile
+  Ring<2> room;  // of weights
 
   DEVICE explicit Tiles(const Places& places_) : places(places_) {}
 
-  // finish(unit, item, sums, is_item): a chain is complete, and its states have been merged, with is_item its work item's, too: the
-  // sums are now.
+  // finish(unit, item): a work item is complete, and its states have been merged: its sums are now.
   template <class Finish>
-  DEVICE void attend(Columns& columns, const Own& own, const Share& share, int full_tiles, int limit, const Finish& finish) {
+  DEVICE void attend(Columns& columns, const Own& own, const Share& share, int limit, const Finish& finish) {
     float s[HELD], sums[HELD], item[HELD];
     u32 x[DEEP][4];
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) item[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < DEEP; ++i) x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0;
-    Walk at;
-    at.start(share.first_unit);
-    bool was_first = true;  // the tile before, of its chain
+    const int full_tiles = (columns.last_key[0] + 1) / KEYS;  // which the first row sees, and all others
+    const u32 own_keys = own.warpgroup * (TILE_BYTES / 2);
+    int end = share.begin;                   // of the work item
+    bool has_raised = false, is_new = true;  // any base, in the chain; whether the chain is its work item's first one
+    barrier_wait(places.full_keys(ring.slot), ring.parity);
+    start_logits(s, places.keys(ring.slot) + own_keys, places.queries());
+    product_wait<0>();
+    keep_order(s);
 #pragma unroll 1
-    for (int tile = share.begin; tile < share.end; ++tile, ++nth) {
-      const bool is_first = tile % CHAIN == 0, ends = tile == at.end;  // a chain begins; behind the end of a work item
-      const int unit = at.unit;
-      at.reach(tile);
-      const u32 weights = places.weights(nth % 2);
-      barrier_wait(places.full_keys(ring.slot), ring.parity);
-      start_logits(s, places.keys(ring.slot) + own.warpgroup * (TILE_BYTES / 2), places.queries());
-      // Weights of the tile before times its values. A context's first tile has none before, and nobody uses what comes of it then: a
-      // product in a branch would wait for all others.
-      start_sums(sums, x, places.weights(nth % 2 ^ 1), !was_first);
-      product_wait<1>();
-      keep_order(s);
-      if (tile >= full_tiles) mask(s, columns, own, tile * KEYS);
+    for (int tile = share.begin;; ++tile) {
+      const bool ends = tile == share.end;  // what was started before is to be finished
+      const bool begins = tile % CHAIN == 0 || ends, is_first = tile == end;  // a chain; a work item
+      if (is_first) end = unit_end(tile);
+      const u32 weights = places.weights(room.slot);
       bool raises = false;
-      if (is_first) {
-        find_tops(s, columns.top[0], own);
-      } else {
-        raises = weigh(s, columns, own, weights);
-        shared_fence();
+      if (!ends) {
+        if (tile >= full_tiles) mask(s, columns, own, tile * KEYS);
+        if (is_first) {
+          find_tops(s, columns.top[0], own);
+        } else {
+          raises = weigh(s, columns, own, weights);
+          shared_fence();
+        }
       }
       product_wait<0>();
       keep_order(sums);
-      barrier_wait(places.full_values(ring.slot), ring.parity);
-      load_values(x, places.values(ring.slot), own, limit - tile * KEYS);
-      ring.advance();
+      if (begins && tile > share.begin) append_chain(item, sums, columns, own, has_raised, is_new);
+      if (ends) break;
+      room.advance();
+      if (begins) has_raised = false, is_new = is_first;
       raises = meet_any(raises);
       if (is_first || raises) {  // weights follow when bases are known
         if (!is_first) {
@@ -111,23 +100,30 @@ struct Tiles {
         }
         meet_all();
         if (!is_first) fade_sums(sums, columns.fade, own.t);
+        has_raised = !is_first;
         weigh(s, columns, own, weights);
         shared_fence();
         meet_all();
-        if (is_first && tile > share.begin) finish(unit, item, sums, ends);
       }
-      was_first = is_first;
+      if (is_first && tile > share.begin) finish(unit_before(tile), item);
+      const Ring<SLOTS> values = ring;
+      ring.advance();
+      // Logits of the next tile, if there is one; else of anything.
+      if (tile + 1 < share.end) barrier_wait(places.full_keys(ring.slot), ring.parity);
+      start_logits(s, places.keys(ring.slot) + own_keys, places.queries());
+      barrier_wait(places.full_values(values.slot), values.parity);
+      load_values(x, places.values(values.slot), own, limit - tile * KEYS);
+      start_sums(sums, x, weights, !begins);
+      product_wait<1>();
+      keep_order(s);
     }
-    start_sums(sums, x, places.weights(nth % 2 ^ 1), !was_first);
-    product_wait<0>();
-    keep_order(sums);
     meet_all();  // sums of weights are there
     meet_all();
-    finish(at.unit, item, sums, true);
+    finish(unit_before(share.end), item);
   }
 };
 
-// What the first warpgroup does: one warp brings tiles, all four add weights for every row, and a thread each knows the rows' bases.
+// What the first warpgroup does: one warp brings tiles, all four add weights for every row, and a thread each knows a row's states.
 DEVICE void add_totals(const Places& places, Columns& columns, const Requests& requests, const volatile Range& range,
                        const volatile Place& place, const Entries& stored, const Cache& cache, const int* block_tables) {
   const bool brings = __any_sync(~0u, threadIdx.x < 32);
@@ -144,60 +140,67 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) *(float2*)&columns.total[8 * j + 2 * t] = make_float2(totals[4 * j], totals[4 * j + 1]);
   };
-  u32 nth = 0;
-  bool is_far = false, is_next = false;
+  Ring<2> room;
+  bool is_next = false, is_empty = false;  // the slot of the tile before the last one's
   Contexts at;
   at.start_at_end(requests, range);
 #pragma unroll 1
   do {
     const Share share = at.share(range);
     if (share.begin >= share.end) continue;
-    const auto finish = [&](int unit, float base, bool is_item) {
+    ItemState item;
+    item.clear();
+    const auto append = [&] {
+      if (row < ROWS) item.append(columns.base[row], columns.total[row]);
+    };
+    const auto finish = [&](int unit) {
       const Kept kept(place);
-      if (row < ROWS) finish_row(columns, row, base, is_item, kept.merges, stored.states(kept.merges ? 0 : kept.entry_of(unit)));
+      if (row < ROWS) finish_row(columns, row, item, kept.merges, stored.states(kept.merges ? 0 : kept.entry_of(unit)));
+      item.clear();
     };
     if (is_next) meet_all();
     is_next = true;
     meet_all();
-    Walk walk;
-    walk.start(share.first_unit);
+    int end = share.begin;
+    bool is_far = false;
 #pragma unroll 1
-    for (int tile = share.begin; tile < share.end; ++tile, ++nth) {
-      const bool is_first = tile % CHAIN == 0, ends = tile == walk.end;
-      const int unit = walk.unit;
-      walk.reach(tile);
+    for (int tile = share.begin; tile < share.end; ++tile) {
+      const bool begins = tile % CHAIN == 0, is_first = tile == end;
+      if (is_first) end = unit_end(tile);
       product_wait<0>();
       keep_order(totals);
-      if (is_first) put();
+      if (begins) put();
       const bool raises = meet_any(is_far);
-      is_far = is_far && !is_first;
+      if (begins && tile > share.begin) append();
       if (is_first) {
-        const float scale = row < ROWS ? columns.scale[row] : 0.0f;
-        const float before = row < ROWS ? columns.base[row] : 0.0f;
         if (row < ROWS) {
-          const float base = first_base(columns.top[0][row], scale);
-          put_base(columns, row, base);
+          is_far = put_base(columns, row, first_base(columns.top[0][row], columns.scale(row)));
           columns.top[0][row] = NO_TOP;
-          is_far = columns.last_key[row] >= 0 && !(fabsf(base) < FAR_BASE);
         }
         meet_all();
-        if (tile > share.begin) finish(unit, before, ends);
+        if (tile > share.begin) finish(unit_before(tile));
         meet_all();
       } else if (raises) {
         meet_all();
-        if (row < ROWS) raise(columns, row);
+        if (row < ROWS) {
+          is_far = raise(columns, row);
+          columns.chain_fade[row] = item.fade(columns.base[row]);
+        }
         meet_all();
         fade_sums(totals, columns.fade, t);
         meet_all();
       }
-      start_sums(totals, ones, places.weights(nth % 2), !is_first);
-      if (brings) bringer.fetch_next();
+      start_sums(totals, ones, places.weights(room.slot), !begins);
+      room.advance();
+      if (brings && is_empty) bringer.fetch_next();
+      is_empty = true;
     }
     product_wait<0>();
     keep_order(totals);
     put();
     meet_all();
-    finish(walk.unit, row < ROWS ? columns.base[row] : 0.0f, true);
+    append();
+    finish(unit_before(share.end));
     meet_all();
   } while (at.advance(requests, range));
 }

@@ -98,3 +98,11 @@ def test_work_items_of_several_chains():
     wanted = wanted_of(world, parts)
     for blocks in (2, 16, 40):
         agree(attend(world, parts, blocks, blocks), wanted)
+
+
+def test_bases_that_are_raised_with_a_chain_and_within_one():
+    world = world_of((10240,), heads=2, kv_heads=1)
+    world.let_logits_rise()
+    parts: list[Part] = [(0, 10237, 3)]
+    for blocks in (1, 9):
+        agree(attend(world, parts, blocks, blocks), wanted_of(world, parts))
