@@ -1,4 +1,4 @@
-// Shared memory of few_fp8.cu, and how one warp brings tiles: boxes of the cache as they are, which is how tensor cores
+// Shared memory of few_fp8.cu, and how one warpgroup brings tiles: boxes of the cache as they are, which is how tensor cores
 // read keys, and values are transposed on their way to registers (products.cuh).
 #pragma once
 
@@ -11,6 +11,7 @@
 
 constexpr int COMPUTING = 256;                 // threads of two warpgroups, behind THREADS of a third
 constexpr int ALL_THREADS = THREADS + COMPUTING;
+constexpr int BRINGING = THREADS / 32 / 2;     // warps of THREADS that bring keys; as many bring values
 constexpr int TILE_BYTES = KEYS * SIZE;        // of its keys, or its values
 constexpr int ROWS_BYTES = ROWS * 128;         // queries, or weights of a tile
 static_assert(KEYS == 128 && SIZE == 128 && KV_TYPE::bytes == 1, "keys, dimensions and weights are rows of 128 bytes");
@@ -58,7 +59,7 @@ struct Places {
   DEVICE u32 full_values(int slot) const { return full_keys(SLOTS + slot); }
 
   DEVICE void init_barriers() const {
-    for (int i = 0; i < 2 * SLOTS; ++i) barrier_init(full_keys(i), 1);
+    for (int i = 0; i < 2 * SLOTS; ++i) barrier_init(full_keys(i), BRINGING);
     barrier_init_fence();
   }
 };
@@ -83,8 +84,9 @@ struct Cache {
   int first_row;
 };
 
-// The tiles of a thread block, one after another, as `Contexts` goes through them. By one warp, which asks for as many tiles as
-// there are slots before others come to the first, and for one more with each that they leave.
+// The tiles of a thread block, one after another, as `Contexts` goes through them. By four warps, each of which has every second box of
+// keys or of values. They ask for as many tiles as there are slots before others come to the first, and for one more with each that
+// these leave.
 struct Bringer {
   Places places;
   Cache cache;
@@ -93,13 +95,14 @@ struct Bringer {
   const volatile Range& range;
   Contexts at;
   Pages pages;
-  int tile, end, own_tiles;  // those from own_tiles on have keys of this step, which the kernel before may still be writing
+  int warp, tile, end, own_tiles;  // those from own_tiles on have keys of this step, which the kernel before may still be writing
   Ring<SLOTS> ring;
   bool has_more;
 
   DEVICE Bringer(const Places& places_, const Cache& cache_, const int* tables, const Requests& requests_,
                  const volatile Range& range_)
       : places(places_), cache(cache_), block_tables(tables), requests(requests_), range(range_), has_more(true) {
+    warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     at.start_at_end(requests, range);
     aim();
   }
@@ -119,22 +122,19 @@ struct Bringer {
     if (tile >= own_tiles) wait_for_dependencies();
     pages.reach(tile);
     const int present = min(TILE_PAGES, pages.count - Pages::entry_of(tile));
-    const u32 full_keys = places.full_keys(ring.slot), full_values = places.full_values(ring.slot);
+    const int first = warp / 2, count = (present - first + BRINGING - 1) / BRINGING, is_value = warp % 2;
+    const u32 full = is_value ? places.full_values(ring.slot) : places.full_keys(ring.slot);
+    const u32 to = is_value ? places.values(ring.slot) : places.keys(ring.slot);
     const bool is_one = lane_id() == 0;
-    if (is_one) {
-      barrier_expect(full_keys, present * (SPAN * SIZE));
-      barrier_expect(full_values, present * (SPAN * SIZE));
-    }
+    if (is_one) barrier_expect(full, count * (SPAN * SIZE));
     const int inside = TILES_PER_PAGE > 1 ? tile % TILES_PER_PAGE * KEYS : 0;
-    const int own_row = cache.first_row + at.nth % HEADS * TOKENS_PER_BLOCK + inside;
-    constexpr int TOGETHER = TILE_PAGES < 4 ? TILE_PAGES : 4;  // boxes that do not wait for each other
+    const int own_row = cache.first_row + (is_value * HEADS + at.nth % HEADS) * TOKENS_PER_BLOCK + inside;
+    constexpr int MOST = (TILE_PAGES + BRINGING - 1) / BRINGING, TOGETHER = MOST < 4 ? MOST : 4;  // boxes that do not wait for each other
 #pragma unroll TOGETHER
-    for (int nth = 0; nth < TILE_PAGES; ++nth) {
+    for (int i = 0; i < MOST; ++i) {
+      const int nth = first + i * BRINGING;
       const int row = own_row + pages.page(tile, nth) * (2 * HEADS * TOKENS_PER_BLOCK);
-      if (!is_one || nth >= present) continue;
-      copy_box(places.keys(ring.slot) + nth * (SPAN * SIZE), cache.map, 0, row, full_keys, EVICT_FIRST);
-      copy_box(places.values(ring.slot) + nth * (SPAN * SIZE), cache.map, 0, row + HEADS * TOKENS_PER_BLOCK, full_values,
-               EVICT_FIRST);
+      if (is_one && i < count) copy_box(to + nth * (SPAN * SIZE), cache.map, 0, row, full, EVICT_FIRST);
     }
     __syncwarp();
     ring.advance(), ++tile;

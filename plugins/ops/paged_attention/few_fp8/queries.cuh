@@ -8,16 +8,23 @@
 // threads that compute, eight a row.
 DEVICE void put_queries(const Places& places, Columns& columns, const MODEL_TYPE::Storage* q, const Part& part,
                         const int* position_ids, int limit, float key_scale) {
+  constexpr int STEP = COMPUTING / 8;
   const int thread = threadIdx.x - THREADS, piece = thread % 8;
+  uint4 next[2];
+  int next_key;
+  const auto load = [&](int row) {
+    next[0] = next[1] = {0, 0, 0, 0}, next_key = -1;
+    if (row >= part.rows) return;
+    const long long token = part.token + row / GROUP;
+    const uint4* from = (const uint4*)(q + ((token * HEADS + part.head) * GROUP + row % GROUP) * SIZE) + 2 * piece;
+    next[0] = __ldcg(from), next[1] = __ldcg(from + 1), next_key = load_int(position_ids + token);
+  };
+  load(thread / 8);
 #pragma unroll 1
-  for (int row = thread / 8; row < ROWS; row += COMPUTING / 8) {
-    const bool is_there = row < part.rows;
-    const long long token = part.token + (is_there ? row : 0) / GROUP;
-    uint4 x[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    if (is_there) {
-      const uint4* from = (const uint4*)(q + ((token * HEADS + part.head) * GROUP + row % GROUP) * SIZE) + 2 * piece;
-      x[0] = __ldcg(from), x[1] = __ldcg(from + 1);
-    }
+  for (int row = thread / 8; row < ROWS; row += STEP) {
+    const uint4 x[2] = {next[0], next[1]};
+    const int last_key = min(next_key, limit - 1);
+    load(row + STEP);  // while this row's numbers are converted
     const u32* pairs = (const u32*)x;
     float numbers[16], most = 0.0f;
 #pragma unroll
@@ -41,7 +48,7 @@ DEVICE void put_queries(const Places& places, Columns& columns, const MODEL_TYPE
     if (piece > 0) continue;
     columns.scale(row) = __fmul_rn(key_scale, __uint_as_float((power - 8) << 23));
     columns.top[0][row] = columns.top[1][row] = NO_TOP;
-    columns.last_key[row] = is_there ? min(load_int(position_ids + token), limit - 1) : -1;
+    columns.last_key[row] = last_key;
   }
 }
 
@@ -123,13 +130,12 @@ struct Tiles {
   }
 };
 
-// What the first warpgroup does: one warp brings tiles, all four add weights for every row, and a thread each knows a row's states.
+// What the first warpgroup does: it brings tiles and adds weights for every row, and a thread each knows a row's states.
 DEVICE void add_totals(const Places& places, Columns& columns, const Requests& requests, const volatile Range& range,
                        const volatile Place& place, const Entries& stored, const Cache& cache, const int* block_tables) {
-  const bool brings = __any_sync(~0u, threadIdx.x < 32);
   Bringer bringer(places, cache, block_tables, requests, range);
 #pragma unroll 1
-  for (int i = 0; brings && i < SLOTS; ++i) bringer.fetch_next();
+  for (int i = 0; i < SLOTS; ++i) bringer.fetch_next();
   u32 ones[DEEP][4];
 #pragma unroll
   for (int i = 0; i < DEEP; ++i) ones[i][0] = ones[i][1] = ones[i][2] = ones[i][3] = 0x38383838;
@@ -192,7 +198,7 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
       }
       start_sums(totals, ones, places.weights(room.slot), !begins);
       room.advance();
-      if (brings && is_empty) bringer.fetch_next();
+      if (is_empty) bringer.fetch_next();
       is_empty = true;
     }
     product_wait<0>();
