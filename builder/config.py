@@ -180,6 +180,12 @@ def resolve_build_config(
     stretched = model.rope.stretched_length(model.max_position_embeddings)
     is_dynamic = model.rope.rope_type == "dynamic"
     max_seq_len = request.max_seq_len
+    longest = min(stretched, max_seq_len or stretched)
+    if request.max_draft_len >= longest:
+        raise BadConfig(
+            f"max_draft_len is {request.max_draft_len}, but a sequence has {longest} tokens",
+            fix=f"--max-draft-len {longest - 1} or less; 1 to 64 are usual",
+        )
     if max_seq_len is None:
         max_seq_len = stretched + (0 if is_dynamic else request.max_draft_len)
     elif max_seq_len > stretched + request.max_draft_len:

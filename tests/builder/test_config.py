@@ -157,6 +157,8 @@ def test_adjusted_limits_are_reported() -> None:
         ({"max_batch_size": 0}, BadConfig, "max_batch_size is 0"),
         ({"max_seq_len": 1}, BadConfig, "max_seq_len is 1"),
         ({"max_draft_len": -1}, BadConfig, "max_draft_len is -1"),
+        ({"max_draft_len": 100000}, BadConfig, "a sequence has 1024 tokens"),
+        ({"max_draft_len": 60, "max_seq_len": 60}, BadConfig, "a sequence has 60 tokens"),
         ({"tokens_per_block": 48}, BadConfig, "power of two"),
         ({"tokens_per_block": 256}, BadConfig, "power of two"),
         ({"dtype": "int8"}, BadConfig, "dtype is int8"),
