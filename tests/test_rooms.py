@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 
 
+@cache  # a second of CPU time for all files, which every pattern reads
 def code_lines(path: Path) -> list[str]:
     """The lines of a file without comments and strings of their own (docstrings)."""
     text = path.read_text()

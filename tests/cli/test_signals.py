@@ -97,12 +97,12 @@ def test_a_build_leaves_nothing_behind(program, tmp_path, number, code):
     assert out == "" and [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-@SIGNALS
-def test_a_quantization_leaves_nothing_behind(program, engines, tmp_path, number, code):
+def test_a_quantization_leaves_nothing_behind(program, engines, tmp_path):
+    """Of one signal, since imports take five seconds: both are exceptions of the main thread."""
     words = [*program, "quantize", "--model-dir", str(engines.target_checkpoint)]
     words += ["--output-dir", str(tmp_path / "q"), "--calib-size", "512"]
-    found, out, err = signal_after(words, "needs about", number)
-    assert found == code and "Traceback" not in err, err
+    found, out, err = signal_after(words, "needs about", signal.SIGINT)
+    assert found == 130 and "Traceback" not in err, err
     assert out == "" and list(tmp_path.iterdir()) == []
 
 

@@ -23,7 +23,8 @@ from llmctl.runtime.ranks.launch import World, address_of
 from llmctl.runtime.ranks.leader import Leader
 from llmctl.runtime.ranks.processes import RankOptions, start_rank
 
-LIMIT_S = 1.0
+LIMIT_S = 10.0  # of what ends before
+IN_VAIN_S = 0.3  # of waiting for who never comes
 Others = Callable[[Callable[[], Channel]], None]
 _numbers = count()
 
@@ -39,12 +40,14 @@ def engines(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def meet(engines: Mapping[str, Path], tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
-    """meet(others, size): rank 0 waits for `size` ranks while others(join) plays them; what it
-    raises, and what each channel was told last."""
+    """meet(others, size, limit_s): rank 0 waits for `size` ranks while others(join) plays them;
+    what it raises, and what each channel was told last."""
     threads: list[threading.Thread] = []
     channels: list[Channel] = []
 
-    def run(others: Others, size: int = 2) -> tuple[RankFailure, list[Channel]]:
+    def run(
+        others: Others, size: int = 2, limit_s: float = LIMIT_S
+    ) -> tuple[RankFailure, list[Channel]]:
         job = f"test-meeting-{tmp_path}-{next(_numbers)}"
 
         def join() -> Channel:
@@ -55,7 +58,7 @@ def meet(engines: Mapping[str, Path], tmp_path: Path) -> Iterator[Callable[..., 
 
         threads.append(threading.Thread(target=others, args=(join,)))
         threads[-1].start()
-        options = RankOptions(size, engines, WindowOptions(), 1, LIMIT_S)
+        options = RankOptions(size, engines, WindowOptions(), 1, limit_s)
         with pytest.raises(RankFailure) as raised:
             Leader(options, World("a test", 0, size, job))
         threads[-1].join()
@@ -127,30 +130,39 @@ def test_whoever_talks_nonsense_is_no_rank(meet: Callable[..., Any], text: bytes
             channel.connection.sendall(text)
         channel.close()
 
-    error, _ = meet(talk)
-    assert str(error) == "rank 1 has not come within 1 s; 1 of 2 ranks are here"
+    error, _ = meet(talk, limit_s=IN_VAIN_S)
+    assert str(error) == "rank 1 has not come within 0.3 s; 1 of 2 ranks are here"
 
 
 def test_whoever_says_nothing_does_not_keep_rank_0_waiting(meet: Callable[..., Any]) -> None:
     start = time.monotonic()
-    error, _ = meet(lambda join: join())
-    assert "rank 1 has not come within 1 s" in str(error)
+    error, _ = meet(lambda join: join(), limit_s=IN_VAIN_S)
+    assert "rank 1 has not come within 0.3 s" in str(error)
     assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "limit_s", "said"),
     [
-        ("import time; time.sleep(600)", "rank 1 has not come within 1 s; 1 of 2 ranks are here"),
-        ("raise SystemExit(3)", "rank 1 ended with exit code 3 before it was ready"),
+        (
+            "import time; time.sleep(600)",
+            IN_VAIN_S,
+            "rank 1 has not come within 0.3 s; 1 of 2 ranks are here",
+        ),
+        ("raise SystemExit(3)", LIMIT_S, "rank 1 ended with exit code 3 before it was ready"),
         (
             "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            LIMIT_S,
             "rank 1 was killed by SIGSEGV before it was ready",
         ),
     ],
 )
 def test_a_started_rank_that_never_comes_is_ended(
-    engines: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch, program: str, said: str
+    engines: Mapping[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    limit_s: float,
+    said: str,
 ) -> None:
     """Here another program in its place."""
     started: list[subprocess.Popen[bytes]] = []
@@ -161,9 +173,9 @@ def test_a_started_rank_that_never_comes_is_ended(
 
     assert start_rank is leader_module.start_rank
     monkeypatch.setattr(leader_module, "start_rank", start)
-    monkeypatch.setattr(leader_module, "_START_S", LIMIT_S)
+    monkeypatch.setattr(leader_module, "_START_S", limit_s)
     monkeypatch.setattr("llmctl.runtime.ranks.processes.END_S", 0.2)
     with pytest.raises(RankFailure) as raised:
-        Leader(RankOptions(2, engines, WindowOptions(), 1, LIMIT_S), None)
+        Leader(RankOptions(2, engines, WindowOptions(), 1, limit_s), None)
     assert str(raised.value) == said
     assert started[0].returncode is not None, "nothing stays behind"

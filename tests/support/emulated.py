@@ -32,7 +32,7 @@ def compile_cpp(
     """
     text = "".join(f"#define {k} {v}\n" for k, v in (macros or {}).items()) + text
     linked = [str(_compiled_runtime(*runtime, *headers))] if runtime else []
-    command = [*find_compiler(), *_FLAGS, "-O1", "-include", _compiled_header(*headers)]
+    command = [*find_compiler(), *_FLAGS, "-Og", "-include", _compiled_header(*headers)]
     kept = _KEPT / f"{_key(text, *command, *linked)}.so"
     if not kept.exists():
         _compile(text, command, kept, linked)
@@ -43,7 +43,7 @@ def compile_cpp(
 def _compiled_header(first: Path, *others: Path) -> str:
     """Half of what compiling takes is reading headers. Where the compiler finds none that it has
     kept for its options, as with a macro that these mention, it reads them again."""
-    command = [*find_compiler(), *_FLAGS, "-O1"]
+    command = [*find_compiler(), *_FLAGS, "-Og"]
     own = _KEPT / _key(*_texts(first, *others), *command, _version())
     compiled = own / f"{first.name}.gch"
     if not compiled.exists():

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
@@ -22,7 +21,6 @@ from llmctl.builder.engine_format import read_plan
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.runtime.engines.engine import open_cpu_engine
-from support.cuda_build import quantize
 from support.hostile_heads import METHODS, head_options, mode_of, write_with_drafts
 
 ENGINE = "rank0.engine"
@@ -37,6 +35,11 @@ def build_tiny(folder: Path, kind: str) -> Path:
     fp8: static scales, an FP8 cache and a draft length; rows: a scale a token; plain: bfloat16 with
     norms of query and key, a tied head and a window; others: bfloat16 with a head of that mode.
     """
+    # Three seconds that whoever only runs an engine need not wait, and more under sanitizers.
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+    from support.cuda_build import quantize
+
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"max_position_embeddings": LENGTH, "head_dim": 16}

@@ -16,8 +16,6 @@ from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.engines.engine import Engine
 from llmctl.runtime.request import Request, Sequence
-from support import eagle, medusa, redrafter
-from support.eagle_first import FirstHead
 
 # By mode, and for a second kind of its heads, with run's option.
 METHODS: dict[str, tuple[DraftMethod, tuple[str, ...]]] = {
@@ -30,6 +28,9 @@ METHODS: dict[str, tuple[DraftMethod, tuple[str, ...]]] = {
 
 def head_options(folder: Path, mode: str, width: int, vocab: int) -> dict[str, Any]:
     """Fields of a BuildRequest for a random head in `folder`."""
+    from support import eagle, medusa, redrafter  # as build_tiny's
+    from support.eagle_first import FirstHead
+
     fields: dict[str, Any] = {}
     if mode == "medusa":
         medusa.save_heads(folder, medusa.make_heads(2, 1, width, vocab))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,26 +56,45 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def run_ranks(num_ranks: int, body: Callable[[Ranks], Any], limit_s: float = 60) -> list[Any]:
+Body = Callable[[Ranks], Any]
+
+
+def run_ranks(num_ranks: int, body: Body, limit_s: float = 60) -> list[Any]:
     """What body(ranks) returns in each of so many processes; they end with it."""
+    (found,) = run_in_ranks([(num_ranks, body)], limit_s)
+    return found
+
+
+def run_in_ranks(cases: Sequence[tuple[int, Body]], limit_s: float = 60) -> list[list[Any]]:
+    """The same of several cases, one after the other in the same processes, as many as the largest
+    takes: to fork from a test worker and to end the fork takes 40 ms of CPU time and more."""
     context = multiprocessing.get_context("fork")
-    segment = make_segment(num_ranks)
-    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    segments = [make_segment(num_ranks) for num_ranks, _ in cases]
+    size = max(num_ranks for num_ranks, _ in cases)
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
 
     def run(rank: int) -> None:
-        pipes[rank][1].send(body(Ranks(rank, num_ranks, segment, limit_s)))
+        found = [
+            body(Ranks(rank, num_ranks, segment, limit_s)) if rank < num_ranks else None
+            for (num_ranks, body), segment in zip(cases, segments, strict=True)
+        ]
+        pipes[rank][1].send(found)
 
-    processes = [context.Process(target=run, args=(rank,)) for rank in range(num_ranks)]
+    processes = [context.Process(target=run, args=(rank,)) for rank in range(size)]
     for process in processes:
         process.start()
     try:
-        found = []
+        by_rank = []
         for (receive, _), process in zip(pipes, processes, strict=True):
             assert receive.poll(120), f"process {process.pid} says nothing"
-            found.append(receive.recv())
-        return found
+            by_rank.append(receive.recv())
     finally:
-        os.close(segment)
+        for segment in segments:
+            os.close(segment)
         for process in processes:
             process.join(30)
             process.kill()
+    return [
+        [by_rank[rank][index] for rank in range(num_ranks)]
+        for index, (num_ranks, _) in enumerate(cases)
+    ]

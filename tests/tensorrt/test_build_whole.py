@@ -169,7 +169,7 @@ def test_a_missing_barrier_would_be_seen(built, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(whole, "_piece", without_queries)
     small, large = (
-        built("fp8", max_seq_len=length, max_batch_size=15)[1]["whole"].profiles
+        built("fp8", 1, max_seq_len=length, max_batch_size=15)[1]["whole"].profiles
         for length in (1024, 4096)
     )
     growth = (large[2]["activation_bytes"] - small[2]["activation_bytes"]) / 3072

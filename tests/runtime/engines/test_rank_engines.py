@@ -3,12 +3,13 @@ decoding and verification are those of the model on one rank."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import run_ranks
+from support.ranks import Body, run_in_ranks, run_ranks
 from support.tensorrt.checkpoints import write_checkpoint
 
 from llmctl.builder.build import plan_build, run_build
@@ -71,14 +72,16 @@ def test_logits_are_the_same_bits_on_every_number_of_ranks(shape: str, tmp_path:
     wanted = logits_of(build(checkpoint, tmp_path / "1", 1, dtype, is_invariant=True))
     plain = logits_of(build(checkpoint, tmp_path / "plain", 1, dtype, is_invariant=False))
     assert all(np.isfinite(each).all() and each.std() > 0.1 for each in wanted)
-    for num_ranks in (2, 4, 8):
-        folder = build(checkpoint, tmp_path / str(num_ranks), num_ranks, dtype, is_invariant=True)
-        found = run_ranks(num_ranks, lambda ranks, folder=folder: logits_of(folder, ranks))[0]
+    cases: list[tuple[int, Body]] = []
+    for num_ranks, is_invariant in ((2, True), (4, True), (8, True), (8, False)):
+        folder = tmp_path / f"{num_ranks} {is_invariant}"
+        build(checkpoint, folder, num_ranks, dtype, is_invariant=is_invariant)
+        cases.append((num_ranks, partial(logits_of, folder)))
+    *invariant, others = (by_rank[0] for by_rank in run_in_ranks(cases))
+    for (num_ranks, _), found in zip(cases, invariant, strict=False):
         for ours, theirs in zip(found, wanted, strict=True):
             assert np.array_equal(ours.view(np.uint32), theirs.view(np.uint32)), num_ranks
-    folder = build(checkpoint, tmp_path / "8 plain", 8, dtype, is_invariant=False)
-    found = run_ranks(8, lambda ranks: logits_of(folder, ranks))[0]
-    for ours, theirs in zip(found, plain, strict=True):
+    for ours, theirs in zip(others, plain, strict=True):
         error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
         assert error <= TOLERANCE[form], error
         assert error > 0 or form == "fp8", "the bits above would be equal in any order"

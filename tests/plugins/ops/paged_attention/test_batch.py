@@ -50,7 +50,8 @@ def test_it_compiles_to_tensor_core_instructions_without_spills(size, kv):
     world = world_of(OF_SIZE[size], kv)
     specs = batch.batch_specs(world.call([(0, 0, 1)]), world.limits())
     assert {spec.constants["COLUMNS"] for spec in specs} == set(batch.COLUMNS)
-    for spec, binary, code in compile_all(specs if kv == "fp8" else largest(specs)):
+    is_all = (kv, size) == ("fp8", 128)  # others: tests/gpu/test_attention_compiled.py
+    for spec, binary, code in compile_all(specs if is_all else largest(specs)):
         assert binary.local_bytes == 0 and not re.search(r"\b(LDL|STL)\b", code), spec.name
         assert "HMMA.16816.F32" in code and "LDGSTS" in code and "LDSM" in code, spec.name
         assert not copies_to_shared_places(code), spec.name
