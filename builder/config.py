@@ -180,7 +180,7 @@ def resolve_build_config(
     stretched = model.rope.stretched_length(model.max_position_embeddings)
     is_dynamic = model.rope.rope_type == "dynamic"
     max_seq_len = request.max_seq_len
-    longest = min(stretched, max_seq_len or stretched)
+    longest = max_seq_len or stretched
     if request.max_draft_len >= longest:
         raise BadConfig(
             f"max_draft_len is {request.max_draft_len}, but a sequence has {longest} tokens",

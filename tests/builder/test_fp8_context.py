@@ -84,7 +84,7 @@ def test_ranks_have_them_and_heads_of_a_build_mode_have_not(tmp_path: Path, rank
         ({"max_num_tokens": 256}, BadConfig, "256; .* 256 tokens .* up to 1 seq", "tokens 257"),
         ({"max_seq_len": 257}, BadConfig, "max_seq_len is 257, .* more than 256", "len 258"),
         (
-            {"max_draft_len": 255, "max_num_tokens": 900},
+            {"max_draft_len": 255, "max_seq_len": 600, "max_num_tokens": 900},
             BadConfig,
             "max_draft_len is 255; .* at most 254",
             "--max-draft-len 254",
@@ -118,7 +118,7 @@ def test_limits_at_the_borders_are_taken(planned) -> None:
     for fields in (
         {"max_num_tokens": 257},
         {"max_seq_len": 258, "max_num_tokens": 300},
-        {"max_draft_len": 254},
+        {"max_draft_len": 254, "max_seq_len": 600},
         {"tokens_per_block": 8},
         {"tokens_per_block": 128},
     ):

@@ -147,7 +147,8 @@ def test_heads_and_windows_without_a_kernel_are_refused(planned, tmp_path: Path)
 
 
 def test_limits_need_no_room_for_groups_of_a_prompt(planned) -> None:
-    for fields in ({"max_num_tokens": 20}, {"max_seq_len": 60}, {"max_draft_len": 270}):
+    drafts = {"max_draft_len": 270, "max_seq_len": 600}
+    for fields in ({"max_num_tokens": 20}, {"max_seq_len": 60}, drafts):
         assert planned(**fields).plan.fp8_tokens is Fp8Tokens.ALL
         with pytest.raises(BadConfig):
             planned(plugins=PROMPTS, **fields)

@@ -113,7 +113,7 @@ def test_a_rank_with_another_engine_is_named(ranks: Ranks, tmp_path: Path) -> No
 def test_a_rank_without_an_engine_is_named(ranks: Ranks, tmp_path: Path) -> None:
     code, err = leader_beside(ranks, ranks.program, tmp_path / "nothing")
     assert code == 1
-    require_one_error(err, f"failed: EngineNotFound: {tmp_path / 'nothing'} is not an engine")
+    require_one_error(err, f"failed: EngineNotFound: {tmp_path / 'nothing'} does not exist")
 
 
 def test_a_rank_file_that_is_cut_off_is_named(ranks: Ranks, tmp_path: Path) -> None:
