@@ -91,10 +91,10 @@ def inspect(
         raise BadConfig("--check-weights is given without --trusted-builder")
     if not path.is_dir():
         is_file = path.exists()
+        wanted = "an engine directory or a checkpoint folder"
         raise EngineNotFound(
-            f"{path} {'is a file' if is_file else 'does not exist'}; an engine directory or a "
-            "checkpoint folder is wanted",
-            fix=f"give {path.parent}" if is_file else "",
+            f"{path} {'is a file' if is_file else 'does not exist'}; {wanted} is wanted",
+            fix=f"give {path.parent if is_file else wanted}",
         )
     if _is_checkpoint(path):
         names = ("graph", "gpu", "read_bandwidth", "tokens", "context_len", "trusted_builder")

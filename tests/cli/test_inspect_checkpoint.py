@@ -178,7 +178,7 @@ def test_what_is_no_folder_of_weights_is_named(llmctl, repository, tmp_path):
     for path, name, said, fix in (
         (other, "CheckpointNotFound", "; it holds adapter.safetensors", "give a folder"),
         (config, "EngineNotFound", f"{config} is a file; an engine", f"give {example}"),
-        (absent, "EngineNotFound", f"{absent} does not exist; an engine", ""),
+        (absent, "EngineNotFound", f"{absent} does not exist; an engine", "give an engine"),
     ):
         done = llmctl("inspect", path)
         assert done.code == 1 and done.err.startswith(f"error[{name}]: ") and said in done.err

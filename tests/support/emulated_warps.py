@@ -108,7 +108,6 @@ _PTX = {
         "emu::multiply(TYPES, {0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9})"
     ),
     "{.reg .pred p;setp.ne.b32 p, %": "emu::add_product(d, N, a, b, add)",  # of long_batch.cu
-    "st.shared.u16": "emu::store<emu::u16>({0}, {{emu::u16({1})}})",
     "st.volatile.shared.u16": "emu::store<emu::u16>({0}, {{emu::u16({1})}})",
     "ld.volatile.shared.v4.f32": "emu::load({4}, {0}, {1}, {2}, {3})",
     "{.reg .pred p, q;setp.ne.u32 p, %1, 0;barrier.red.or.pred": (
