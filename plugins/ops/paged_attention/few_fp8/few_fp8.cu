@@ -1,10 +1,11 @@
 // Paged attention with FP8 products of requests with few tokens: generation, verification of chains, the ends of prompts. Bits of a
 // row are those of chunk_fp8.cu, which has requests with many (chunk_fp8/reference.py has the arithmetic).
 //
-// One thread block runs on each multiprocessor, and all tiles of a step are divided among them (long/ranges.cuh). A warp
-// brings tiles; two warpgroups compute a tile together, keys and then dimensions as rows of products (products.cuh); the
-// bringing warp's warpgroup adds weights, by a product with ones. All meet once a tile: when its weights are in shared memory, the
-// slots of its keys and of the values before are empty.
+// One thread block runs on each multiprocessor, and all tiles of a step are divided among them (long/ranges.cuh). A warpgroup
+// brings tiles, and adds weights by a product with ones; two warpgroups compute a tile together, keys and then dimensions as rows of
+// products (products.cuh). All meet once a tile: when its weights are in shared memory, the slots of its keys and values are empty, for
+// values are in registers by then. These are loaded while weights are computed, as nothing else reads shared memory, and logits of the
+// next tile are started before the meeting.
 //
 // Macros: those of shared/operands.cuh with FP8_PRODUCTS 1, TILE_KEYS 128 and MOST_UNIT in such tiles, ROWS (of a thread block, a
 // multiple of 8), SLOTS (of keys, and of values), SHARED_BYTES, RAISE, WEIGHT_POWER.
@@ -39,12 +40,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
   if (range.begin == range.end) return;
   const volatile Place& place = placed;
   if (threadIdx.x < THREADS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     add_totals(places, columns, requests, range, place, {partial, max_entries},
                {&map, int((cache - second_line) / SIZE) + 1}, block_tables);
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   wait_for_dependencies();
   const Entries stored = {partial, max_entries};
   const Own own;

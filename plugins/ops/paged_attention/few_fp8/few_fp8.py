@@ -44,7 +44,7 @@ ROWS = (8, 32, 48, 88)  # query tokens times query heads of a KV head, in a thre
 _LINE = 128  # bytes of a key or a value, and of a row of weights
 _TILE_BYTES = KEYS * _LINE  # of keys, or values
 _COLUMN_BYTES = 4 * 13  # what the kernel knows of each row
-_FIXED_BYTES = 1024  # barriers, and what a thread block has of which context
+_FIXED_BYTES = 2048  # ones, barriers, and what a thread block has of which context
 _ROOM_BYTES = 256 << 20  # for work items of contexts that are shared
 
 

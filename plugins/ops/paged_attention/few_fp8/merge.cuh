@@ -117,16 +117,25 @@ struct MergedSums {
 DEVICE void finish_sums(const float (&item)[HELD], const Columns& columns, const Own& anywhere, bool merges, const MergedSums& all,
                         float4* to) {
   const Own own = anywhere.here();
-  if (!merges) store_sums(to, item, own);
+  if (!merges) {
+    store_sums(to, item, own);
+    return;
+  }
+  constexpr int TOGETHER = 4;  // blocks whose numbers are loaded before any is stored, which a load might have to wait for
 #pragma unroll
-  for (int j = 0; j < BLOCKS; ++j) {
-    if (merges) {
-      const float2 left = *(const float2*)&columns.left[8 * j + 2 * own.t];
-      const float2 right = *(const float2*)&columns.right[8 * j + 2 * own.t];
-      float4 x = all.of(j);
-      x.x = joined(x.x, left.x, item[4 * j], right.x), x.y = joined(x.y, left.y, item[4 * j + 1], right.y);
-      x.z = joined(x.z, left.x, item[4 * j + 2], right.x), x.w = joined(x.w, left.y, item[4 * j + 3], right.y);
-      all.of(j) = x;
+  for (int first = 0; first < BLOCKS; first += TOGETHER) {
+    float4 x[TOGETHER];
+    float2 left[TOGETHER], right[TOGETHER];
+#pragma unroll
+    for (int k = 0; k < TOGETHER && first + k < BLOCKS; ++k) {
+      const int row = 8 * (first + k) + 2 * own.t;
+      x[k] = all.of(first + k), left[k] = *(const float2*)&columns.left[row], right[k] = *(const float2*)&columns.right[row];
+    }
+#pragma unroll
+    for (int k = 0; k < TOGETHER && first + k < BLOCKS; ++k) {
+      const float* its = &item[4 * (first + k)];
+      all.of(first + k) = make_float4(joined(x[k].x, left[k].x, its[0], right[k].x), joined(x[k].y, left[k].y, its[1], right[k].y),
+                                      joined(x[k].z, left[k].x, its[2], right[k].x), joined(x[k].w, left[k].y, its[3], right[k].y));
     }
   }
 }

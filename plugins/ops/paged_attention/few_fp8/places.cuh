@@ -14,6 +14,7 @@ constexpr int ALL_THREADS = THREADS + COMPUTING;
 constexpr int BRINGING = THREADS / 32 / 2;     // warps of THREADS that bring keys; as many bring values
 constexpr int TILE_BYTES = KEYS * SIZE;        // of its keys, or its values
 constexpr int ROWS_BYTES = ROWS * 128;         // queries, or weights of a tile
+constexpr int ONES_BYTES = 8 * 128;            // of a product's right operand
 static_assert(KEYS == 128 && SIZE == 128 && KV_TYPE::bytes == 1, "keys, dimensions and weights are rows of 128 bytes");
 static_assert(SPAN >= 8, "a box is whole atoms of the swizzle");
 
@@ -41,20 +42,22 @@ struct Columns {
 struct Places {
   u32 base;
 
-  static constexpr int VALUES_AT = SLOTS * TILE_BYTES;
+  static constexpr int KEYS_AT = 2 * ROWS_BYTES;  // weights are first: products read up to 64 rows of them, and what is behind
+  static constexpr int VALUES_AT = KEYS_AT + SLOTS * TILE_BYTES;
   static constexpr int QUERIES_AT = VALUES_AT + SLOTS * TILE_BYTES;
-  static constexpr int WEIGHTS_AT = QUERIES_AT + ROWS_BYTES;
-  static constexpr int MERGED_AT = WEIGHTS_AT + 2 * ROWS_BYTES;
+  static constexpr int ONES_AT = QUERIES_AT + ROWS_BYTES;
+  static constexpr int MERGED_AT = ONES_AT + ONES_BYTES;
   static constexpr int BARRIERS_AT = MERGED_AT + ROWS * SIZE * 4;
   static constexpr int COLUMNS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 1) / 16 * 16;
   static constexpr int PLACE_AT = COLUMNS_AT + (sizeof(Columns) + 15) / 16 * 16;
   static constexpr int RANGE_AT = PLACE_AT + (sizeof(Place) + 15) / 16 * 16;
   static constexpr int BYTES = RANGE_AT + sizeof(Range);
 
-  DEVICE u32 keys(int slot) const { return base + slot * TILE_BYTES; }
+  DEVICE u32 keys(int slot) const { return base + KEYS_AT + slot * TILE_BYTES; }
   DEVICE u32 values(int slot) const { return base + VALUES_AT + slot * TILE_BYTES; }
   DEVICE u32 queries() const { return base + QUERIES_AT; }
-  DEVICE u32 weights(int nth) const { return base + WEIGHTS_AT + nth * ROWS_BYTES; }
+  DEVICE u32 ones() const { return base + ONES_AT; }
+  DEVICE u32 weights(int nth) const { return base + nth * ROWS_BYTES; }
   DEVICE u32 full_keys(int slot) const { return base + BARRIERS_AT + 8 * slot; }
   DEVICE u32 full_values(int slot) const { return full_keys(SLOTS + slot); }
 

@@ -19,10 +19,11 @@ HELD_PRODUCT(48, I24, 24, 25, 26, 27, 28, 29, D24(0))
 HELD_PRODUCT(88, I44, 44, 45, 46, 47, 48, 49, D44(0))
 #endif
 
-constexpr int AHEAD = 2;           // pairs are loaded so many blocks of columns before they are used
+constexpr int AHEAD = 3;           // pairs are loaded so many blocks of columns before they are used
 constexpr int DEEP = 4;            // products of 32 along a head, or a tile's keys
 constexpr int HELD = ROWS / 2;     // of a product, a thread
 constexpr int BLOCKS = ROWS / 8;   // of columns
+constexpr int HALF_WAY = BLOCKS / 2;
 
 // Where a thread is among those that compute.
 struct Own {
@@ -52,29 +53,70 @@ DEVICE void start_logits(float (&s)[HELD], u32 keys, u32 queries) {
   product_commit();
 }
 
-// Weights times `left`: values, or ones.
-template <class Left>
-DEVICE void start_sums(float (&sums)[HELD], const Left& left, u32 weights, bool add) {
+// Weights times values.
+DEVICE void start_sums(float (&sums)[HELD], const u32 (&values)[DEEP][4], u32 weights, bool add) {
   const u64 b = operand(weights);
   keep_order(sums);
   product_fence();
 #pragma unroll
-  for (int i = 0; i < DEEP; ++i) HeldProduct<ROWS>::add(sums, left[i], b + 2 * i, i > 0 || add);
+  for (int i = 0; i < DEEP; ++i) HeldProduct<ROWS>::add(sums, values[i], b + 2 * i, i > 0 || add);
   product_commit();
 }
 
-// A warp's 16 dimensions of a tile's values as left operands. Those of keys from `left` on are zeros: a NaN times a
+// Sums of weights, 64 rows after the other, as products with ones: thread 4 g + t of warp w has those of rows 16 w + g and 8 behind.
+// What it has of rows that do not exist are sums of something else.
+struct Totals {
+  static constexpr int COUNT = (ROWS + 63) / 64;
+  float its[COUNT][4];
+
+  template <class Visit>
+  DEVICE void visit(const Visit& with) {
+    const int first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first + 64 * i + 8 * half;
+        if (row < ROWS) with(row, its[i][2 * half]);
+      }
+    }
+  }
+  DEVICE void wait() {
+    product_wait<0>();
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) keep_order(its[i]);
+  }
+  DEVICE void start(u32 weights, u32 ones, bool add) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) keep_order(its[i]);
+    product_fence();
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const u64 a = operand(weights + i * 64 * 128), b = operand(ones);
+#pragma unroll
+      for (int k = 0; k < DEEP; ++k) Product<E4M3, 8>::add(its[i], a + 2 * k, b + 2 * k, k > 0 || add);
+    }
+    product_commit();
+  }
+};
+
+// A warp's 16 dimensions of a tile's values, and the same as left operands. Those of keys from `left` on are zeros: a NaN times a
 // weight of zero would still be a NaN.
-DEVICE void load_values(u32 (&x)[DEEP][4], u32 values, const Own& own, int left) {
+DEVICE void load_values(u32 (&x)[DEEP][4], u32 values, const Own& own) {
   const int lane = lane_id();
   const u32 from = values + lane * 128 + ((4 * own.warpgroup + own.warp ^ lane & 7) << 4);
 #pragma unroll
   for (int i = 0; i < DEEP; ++i) {
-    u32 y[4];
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
+                 : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3])
                  : "r"(from + i * 4096)
                  : "memory");
+  }
+}
+DEVICE void arrange_values(u32 (&x)[DEEP][4], const Own& own, int left) {
+#pragma unroll
+  for (int i = 0; i < DEEP; ++i) {
+    const u32 y[4] = {x[i][0], x[i][1], x[i][2], x[i][3]};
     x[i][0] = __byte_perm(y[0], y[1], 0x6240), x[i][1] = __byte_perm(y[0], y[1], 0x7351);
     x[i][2] = __byte_perm(y[2], y[3], 0x6240), x[i][3] = __byte_perm(y[2], y[3], 0x7351);
   }
@@ -121,8 +163,9 @@ DEVICE float4 load_pair(u32 from) {
 // zero.
 constexpr float MAY_RAISE = WEIGHT_POWER + RAISE - 0.25f, FAR_BASE = 262144.0f;
 
-// Weights of a tile; whether a logit may raise its row's base.
-DEVICE bool weigh(const float (&s)[HELD], const Columns& columns, const Own& anywhere, u32 weights) {
+// Weights of a tile; whether a logit may raise its row's base. `half_way` is done in the middle: what waits for products that run.
+template <class HalfWay>
+DEVICE bool weigh(const float (&s)[HELD], const Columns& columns, const Own& anywhere, u32 weights, const HalfWay& half_way) {
   const Own own = anywhere.here();
   float most = minus_infinity();
   const u32 chunk = own.key() / 16, even = 2 * own.t, odd = even + 1;
@@ -138,6 +181,7 @@ DEVICE bool weigh(const float (&s)[HELD], const Columns& columns, const Own& any
   for (int j = 0; j < (AHEAD < BLOCKS ? AHEAD : BLOCKS); ++j) by[j] = load_pair(pairs + j * 4 * sizeof(Pair));
 #pragma unroll
   for (int j = 0; j < BLOCKS; ++j) {
+    if (j == HALF_WAY) half_way();
     if (j + AHEAD < BLOCKS) by[j + AHEAD] = load_pair(pairs + (j + AHEAD) * 4 * sizeof(Pair));
     if (j > 0) store(j - 1);
     const float* x = &s[4 * j];

@@ -81,45 +81,52 @@ struct Tiles {
     for (int tile = share.begin;; ++tile) {
       const bool ends = tile == share.end;  // what was started before is to be finished
       const bool begins = tile % CHAIN == 0 || ends, is_first = tile == end;  // a chain; a work item
-      if (is_first) end = unit_end(tile);
       const u32 weights = places.weights(room.slot);
+      const Ring<SLOTS> at = ring;
       bool raises = false;
       if (!ends) {
         if (tile >= full_tiles) mask(s, columns, own, tile * KEYS);
         if (is_first) {
+          end = unit_end(tile);
           find_tops(s, columns.top[0], own);
-        } else {
-          raises = weigh(s, columns, own, weights);
-          shared_fence();
+          meet_all();
+          meet_all();  // bases are there
         }
+        const auto load = [&] {  // products of the tile before are done, so registers of its values are free
+          product_wait<0>();
+          keep_order(sums);
+          barrier_wait(places.full_values(at.slot), at.parity);
+          load_values(x, places.values(at.slot), own);
+        };
+        raises = weigh(s, columns, own, weights, load) && !is_first;
+        shared_fence();
+      } else {
+        product_wait<0>();
+        keep_order(sums);
       }
-      product_wait<0>();
-      keep_order(sums);
       if (begins && tile > share.begin) append_chain(item, sums, columns, own, has_raised, is_new);
       if (ends) break;
-      room.advance();
+      if (is_first && tile > share.begin) finish(unit_before(tile), item);
       if (begins) has_raised = false, is_new = is_first;
-      raises = meet_any(raises);
-      if (is_first || raises) {  // weights follow when bases are known
-        if (!is_first) {
-          find_tops(s, columns.top[1], own);
-          meet_all();
-        }
+      room.advance(), ring.advance();
+      start_next(s, share, tile, own_keys);
+      arrange_values(x, own, limit - tile * KEYS);
+      if (meet_any(raises)) {  // weights once more, of logits once more
+        product_wait<0>();
+        start_logits(s, places.keys(at.slot) + own_keys, places.queries());
+        product_wait<0>();
+        keep_order(s);
+        if (tile >= full_tiles) mask(s, columns, own, tile * KEYS);
+        find_tops(s, columns.top[1], own);
         meet_all();
-        if (!is_first) fade_sums(sums, columns.fade, own.t);
-        has_raised = !is_first;
-        weigh(s, columns, own, weights);
+        meet_all();
+        fade_sums(sums, columns.fade, own.t);
+        has_raised = true;
+        weigh(s, columns, own, weights, [] {});
         shared_fence();
+        start_next(s, share, tile, own_keys);
         meet_all();
       }
-      if (is_first && tile > share.begin) finish(unit_before(tile), item);
-      const Ring<SLOTS> values = ring;
-      ring.advance();
-      // Logits of the next tile, if there is one; else of anything.
-      if (tile + 1 < share.end) barrier_wait(places.full_keys(ring.slot), ring.parity);
-      start_logits(s, places.keys(ring.slot) + own_keys, places.queries());
-      barrier_wait(places.full_values(values.slot), values.parity);
-      load_values(x, places.values(values.slot), own, limit - tile * KEYS);
       start_sums(sums, x, weights, !begins);
       product_wait<1>();
       keep_order(s);
@@ -128,26 +135,34 @@ struct Tiles {
     meet_all();
     finish(unit_before(share.end), item);
   }
+
+ private:
+  // Logits of the next tile, if there is one; else of anything.
+  DEVICE void start_next(float (&s)[HELD], const Share& share, int tile, u32 own_keys) const {
+    if (tile + 1 < share.end) barrier_wait(places.full_keys(ring.slot), ring.parity);
+    start_logits(s, places.keys(ring.slot) + own_keys, places.queries());
+  }
 };
+
+constexpr u32 ONE = 0x38383838;  // four times, in E4M3
 
 // What the first warpgroup does: it brings tiles and adds weights for every row, and a thread each knows a row's states.
 DEVICE void add_totals(const Places& places, Columns& columns, const Requests& requests, const volatile Range& range,
                        const volatile Place& place, const Entries& stored, const Cache& cache, const int* block_tables) {
+  for (int i = threadIdx.x; i < ONES_BYTES / 16; i += THREADS) store_shared(places.ones() + 16 * i, ONE, ONE, ONE, ONE);
+  shared_fence();
   Bringer bringer(places, cache, block_tables, requests, range);
 #pragma unroll 1
   for (int i = 0; i < SLOTS; ++i) bringer.fetch_next();
-  u32 ones[DEEP][4];
-#pragma unroll
-  for (int i = 0; i < DEEP; ++i) ones[i][0] = ones[i][1] = ones[i][2] = ones[i][3] = 0x38383838;
-  float totals[HELD];
-  const int t = threadIdx.x % 4, row = threadIdx.x;
+  Totals totals;
+  const int row = threadIdx.x;
   const auto put = [&] {
-    if (threadIdx.x >= 4) return;
-#pragma unroll
-    for (int j = 0; j < BLOCKS; ++j) *(float2*)&columns.total[8 * j + 2 * t] = make_float2(totals[4 * j], totals[4 * j + 1]);
+    totals.visit([&](int its_row, float total) {
+      if (row % 4 == 0) columns.total[its_row] = total;
+    });
   };
   Ring<2> room;
-  bool is_next = false, is_empty = false;  // the slot of the tile before the last one's
+  bool is_next = false;
   Contexts at;
   at.start_at_end(requests, range);
 #pragma unroll 1
@@ -172,37 +187,36 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
 #pragma unroll 1
     for (int tile = share.begin; tile < share.end; ++tile) {
       const bool begins = tile % CHAIN == 0, is_first = tile == end;
-      if (is_first) end = unit_end(tile);
-      product_wait<0>();
-      keep_order(totals);
+      totals.wait();
       if (begins) put();
-      const bool raises = meet_any(is_far);
-      if (begins && tile > share.begin) append();
       if (is_first) {
+        end = unit_end(tile);
+        meet_all();
+        if (tile > share.begin) append();
         if (row < ROWS) {
           is_far = put_base(columns, row, first_base(columns.top[0][row], columns.scale(row)));
           columns.top[0][row] = NO_TOP;
         }
-        meet_all();
         if (tile > share.begin) finish(unit_before(tile));
         meet_all();
-      } else if (raises) {
+      }
+      const bool raises = meet_any(is_far && !is_first);
+      if (begins && !is_first && tile > share.begin) append();
+      if (raises) {
         meet_all();
         if (row < ROWS) {
           is_far = raise(columns, row);
           columns.chain_fade[row] = item.fade(columns.base[row]);
         }
         meet_all();
-        fade_sums(totals, columns.fade, t);
+        totals.visit([&](int its_row, float& total) { total = __fmul_rn(total, columns.fade[its_row]); });
         meet_all();
       }
-      start_sums(totals, ones, places.weights(room.slot), !begins);
+      totals.start(places.weights(room.slot), places.ones(), !begins);
       room.advance();
-      if (is_empty) bringer.fetch_next();
-      is_empty = true;
+      bringer.fetch_next();
     }
-    product_wait<0>();
-    keep_order(totals);
+    totals.wait();
     put();
     meet_all();
     append();
