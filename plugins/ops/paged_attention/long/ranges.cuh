@@ -73,12 +73,13 @@ struct Contexts {
 DEVICE void find_range(Range& range, Place& place, const Requests& all, int room) {
   const int lane = lane_id(), blocks = gridDim.x;
   Context its;
+  const float by_tokens = reciprocal(all.block_tokens);
   int loaded = -1, contexts_of_it = 0;
   const auto load = [&](int first) {  // of how many contexts
     if (first == loaded) return contexts_of_it;  // of few requests only once
     its.load(all, first + lane);
     const int count = its.cost > 0 ? its.numbers.end - its.numbers.start : 0;
-    loaded = first, contexts_of_it = (count + all.block_tokens - 1) / all.block_tokens * HEADS;
+    loaded = first, contexts_of_it = divide_up(count, all.block_tokens, by_tokens) * HEADS;
     return contexts_of_it;
   };
   int width = 0, longest = 1, contexts = 0;
@@ -88,12 +89,12 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
     width += __reduce_add_sync(~0u, count > 0 ? count * (its.tiles + EXTRA) : 0);
     contexts += __reduce_add_sync(~0u, count), longest = max(longest, __reduce_max_sync(~0u, its.cost));
   }
-  const int units = count_units(longest), unit = unit_start(units) - unit_start(units - 1);
-  int parts = 0, entries = 0, each = longest + 1, ranges = min(min(blocks, contexts), width / unit);
-  const int grain = largest_unit(longest), least = round_up((width + blocks - 1) / blocks, grain);
-  if (longest > least + SHARING) {  // lanes try how many tiles a part should have at least
-    const int step = round_up(least / 30 + 1, grain), tried = least + lane * step;
+  int parts = 0, entries = 0, each = longest + 1, ranges = 0;
+  const int least = max(round_up((width + blocks - 1) / blocks, UNIT), largest_unit(longest));
+  if (longest > least + SHARING) {  // lanes try how many tiles a part should have at most
+    const int step = round_up(least / 30 + 1, UNIT), tried = least + lane * step;
     const float by = reciprocal(tried);
+    const EqualShares shares(tried);
     int needed = 0, row = 0;
 #pragma unroll 1
     for (int first = 0; first < all.count; first += 32) {
@@ -101,15 +102,15 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
 #pragma unroll 4
       for (int i = 0; i < last; ++i) {
         const int count = __shfl_sync(~0u, own, i), tiles = __shfl_sync(~0u, its.cost, i);
-        needed += tiles >= tried ? count * divide_up(tiles, tried, by) : 0;
+        needed += tiles >= tried ? count * shares.count(tiles) : 0;
         row += tiles >= tried ? 0 : count * (tiles + EXTRA);
       }
     }
     const u32 fits = __ballot_sync(~0u, needed + divide_up(row, tried, by) <= blocks);
     if (fits) each = least + (__ffs(fits) - 1) * step;
   }
-  float by = reciprocal(each);
-  const auto parts_of = [&] { return its.cost >= each ? divide_up(its.tiles, each, by) : 0; };
+  EqualShares shares(each);
+  const auto parts_of = [&] { return its.cost >= each ? shares.count(its.tiles) : 0; };
 #pragma unroll 1
   while (each <= longest) {
     int row = 0, shorter = 1;
@@ -117,7 +118,7 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
     for (int first = 0; first < all.count; first += 32) {
       const int count = load(first), own = parts_of();
       parts += __reduce_add_sync(~0u, count * own);
-      entries += __reduce_add_sync(~0u, own > 0 ? count * its.entries(own) : 0);
+      entries += __reduce_add_sync(~0u, own > 0 ? count * its.entries(own, each) : 0);
       row += __reduce_add_sync(~0u, count > 0 && own == 0 ? count * (its.tiles + EXTRA) : 0);
       shorter = max(shorter, __reduce_max_sync(~0u, own == 0 ? its.cost : 0));
     }
@@ -125,13 +126,22 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
       width = row, ranges = min(blocks - parts, row / (shorter + EXTRA));
       break;
     }
-    parts = entries = 0, each += each, by = reciprocal(each);
+    parts = entries = 0, each += each, shares = EqualShares(each);
+  }
+  if (each > longest) {
+    const int units = count_units(longest), unit = unit_start(units) - unit_start(units - 1);
+    ranges = min(min(blocks, contexts), width / unit);
   }
   ranges = max(ranges, 1);
-  const auto border = [&](int nth) { return int((long long)width * max(min(nth, ranges), 0) / ranges); };
-  const int own = int(blockIdx.x) - parts, end = border(own + 1);
+  const int own = int(blockIdx.x) - parts;
+  int end = 0;
+  if (own >= 0) {  // else divisions would be for nothing
+    const auto border = [&](int nth) { return int((long long)width * min(nth, ranges) / ranges); };
+    end = border(own + 1);
+    if (lane == 0) range.begin = border(own);
+  }
   if (lane == 0) {
-    range.begin = border(own), range.end = end, range.longest = each;
+    range.end = end, range.longest = each;
     place.count = 0;
   }
   __syncwarp();
@@ -145,13 +155,13 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
     }
     before = __shfl_sync(~0u, its_end, 31);
     if (parts == 0) continue;
-    const int entry = times > 0 ? its.entries(times) : 0;
+    const int entry = times > 0 ? its.entries(times, each) : 0;
     const int last = parts_before + sum_to_here(count * times), last_entry = entries_before + sum_to_here(count * entry);
     const int nth = int(blockIdx.x) - (last - count * times);
     const u32 found = __ballot_sync(~0u, 0 <= nth && nth < count * times);
-    const int rows = times > 0 ? nth / times : 0;
+    const int rows = times > 0 ? int((float(nth) + 0.5f) * reciprocal(times)) : 0;
     if (found) {
-      place.put(its, __ffs(found) - 1, first + lane, rows, nth - rows * times, times);
+      place.put(its, __ffs(found) - 1, first + lane, rows, nth - rows * times, times, each);
       __syncwarp();
     }
     if (found >> lane & 1) {  // as a range of the context alone

@@ -5,6 +5,14 @@
 
 constexpr int MORE = TREE ? TAIL_TILES : 0;  // tiles that take as long as what follows those that are divided
 
+DEVICE float reciprocal(int x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(float(x)));
+  return y;
+}
+// Division that rounds up, of numbers below 2^21: x by y, whose reciprocal is known.
+DEVICE int divide_up(int x, int y, float by) { return int((float(x) + (float(y) - 0.5f)) * by); }
+
 DEVICE int round_up(int tiles, int most = MOST_UNIT) { return (tiles + most - 1) & -most; }
 // The most tiles of a work item in contexts of so many.
 DEVICE int largest_unit(int tiles) {
@@ -37,17 +45,60 @@ struct Costs {
   }
 };
 
+// Shares of a context, each of as many whole work items as `most` tiles have room for: few thread blocks come to the end much later
+// than others, though long work items are as long as some shares.
+struct EqualShares {
+  static constexpr int LENGTHS = LAST_OCTAVE + 2;  // of work items
+  int most;                                        // no fewer than the longest work item has
+  // The first share that begins among work items of each length, where it does, and how far the one before would go with all its tiles.
+  int first[LENGTHS], from[LENGTHS], reach[LENGTHS];
+
+  DEVICE explicit EqualShares(int most_) : most(most_) {
+    first[0] = from[0] = reach[0] = 0;
+#pragma unroll
+    for (int i = 0; i + 1 < LENGTHS; ++i) {
+      const int end = 16 * unit(i);
+      first[i + 1] = first[i], from[i + 1] = from[i], reach[i + 1] = reach[i];
+      if (from[i] >= end) continue;
+      const int times = shares_before(i, end);
+      first[i + 1] += times + 1, reach[i + 1] = from[i] + times * step(i) + most;
+      from[i + 1] = reach[i + 1] & -(2 * UNIT << min(highest_bit(reach[i + 1] / UNIT) - 4, LAST_OCTAVE));
+    }
+  }
+  DEVICE int count(int tiles) const {
+    int its = 1 + shares_before(0, tiles);
+#pragma unroll
+    for (int i = 1; i < LENGTHS; ++i) its = tiles > reach[i] ? first[i] + 1 + shares_before(i, tiles) : its;
+    return its;
+  }
+  DEVICE int begin(int nth) const {
+    int its = nth * step(0);
+#pragma unroll
+    for (int i = 1; i < LENGTHS; ++i) its = nth >= first[i] ? from[i] + (nth - first[i]) * step(i) : its;
+    return its;
+  }
+
+ private:
+  DEVICE static constexpr int unit(int i) { return UNIT << i; }
+  DEVICE int step(int i) const { return max(most & -unit(i), UNIT); }
+  // Of those that begin among work items of a length, how many end before `end` whatever they have.
+  DEVICE int shares_before(int i, int end) const {
+    const int left = end - most - from[i];
+    return left > 0 ? divide_up(left, step(i), reciprocal(step(i))) : 0;
+  }
+};
+
 // Tiles [begin, end) of a thread block. Costs in half tiles: the end of a work item takes about as long as half a tile.
 struct Share : Costs<3, 1, 1> {
   int begin, end, first_unit;
 
-  // Where share `nth` of `count` begins, of `tiles` of a context: where a work item does. What follows the tiles, of trees, is
-  // the last share's, and takes as long as `more` tiles. Shares of longer chains take about as long, but none has more tiles than
-  // if all had as many: work items of the most tiles cannot be divided.
-  DEVICE static int border(int tiles, int more, int nth, int count) {
+  // Where share `nth` of `count` begins, of `tiles` of a context: where a work item does. Where these are long, EqualShares says which,
+  // of shares of up to `most_tiles`. What follows the tiles, of trees, is the last share's, and takes as long as `more` tiles. Shares of
+  // longer chains take about as long, but none has more tiles than if all had as many: work items of the most tiles cannot be divided.
+  DEVICE static int border(int tiles, int more, int nth, int count, int most_tiles = 0) {
     const int last = count_units(tiles + 1) - 1;
     if (nth == count) return tiles;
-    if (UNIT > 1) return min(unit_start(count_units((tiles * nth + count - 1) / count)), tiles);  // no share is shorter than a work item
+    if (UNIT > 1) return EqualShares(most_tiles).begin(nth);
     if (TREE || tiles <= count * MOST_UNIT) return unit_start(min(count_units((tiles + more) * nth / count + 1) - 1, last));
     const int most = round_up((tiles + count - 1) / count);
     const int from_end = min(round_up(tiles) - (count - nth) * most, unit_start(last));

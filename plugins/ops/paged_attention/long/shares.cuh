@@ -32,14 +32,6 @@ DEVICE int sum_to_here(int x) {
   return x;
 }
 
-DEVICE float reciprocal(int x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(float(x)));
-  return y;
-}
-// Division that rounds up, of numbers below 2^21: x by y, whose reciprocal is known.
-DEVICE int divide_up(int x, int y, float by) { return int((float(x) + (float(y) - 0.5f)) * by); }
-
 // A request's context, for a block of its rows.
 struct Context {
   Numbers numbers;
@@ -61,9 +53,9 @@ struct Context {
     const int count = numbers.end - numbers.start;
     if (count <= all.max_tokens && first_token < count && limit > 0) cost = tiles + MORE;
   }
-  // The work item with the end of the first of several shares.
-  DEVICE int first_unit(int count) const { return count_units(Share::border(tiles, MORE, 1, count) + 1) - 1; }
-  DEVICE int entries(int count) const { return count > 1 ? count_units(end) - first_unit(count) + 1 : 0; }
+  // The work item with the end of the first of several shares; `most`: as for Share::border.
+  DEVICE int first_unit(int count, int most) const { return count_units(Share::border(tiles, MORE, 1, count, most) + 1) - 1; }
+  DEVICE int entries(int count, int most = 0) const { return count > 1 ? count_units(end) - first_unit(count, most) + 1 : 0; }
 };
 
 // What work items take in quarters of a tile, which is about 0.29 us, where they are merged as they come and where they are stored.
@@ -84,11 +76,11 @@ struct Place {
 
   // By a warp, of which one lane has the context: where its share begins and ends, and where the first one of the context ends,
   // are found by three lanes at once.
-  DEVICE void put(const Context& its, int lane, int request_, int rows_, int nth_, int count_) {
+  DEVICE void put(const Context& its, int lane, int request_, int rows_, int nth_, int count_, int most = 0) {
     if (lane_id() == lane) context = its, request = request_, rows = rows_, nth = nth_, count = count_, mergers = count_;
     const int tiles = __shfl_sync(~0u, its.tiles, lane), of = __shfl_sync(~0u, count_, lane);
     const int first = __shfl_sync(~0u, nth_, lane), own = lane_id() == 2 ? 1 : first + min(lane_id(), 1);
-    const int border = Share::border(tiles, MORE, min(own, of), of), unit = count_units(border + 1) - 1;
+    const int border = Share::border(tiles, MORE, min(own, of), of, most), unit = count_units(border + 1) - 1;
     if (lane_id() == 0) share.begin = border, share.first_unit = unit;
     if (lane_id() == 1) share.end = border;
     if (lane_id() == 2) first_unit = unit;

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from support import emulated_warps
+from support import cuda_samples, emulated_warps
 from support.attention import FP8, Part
 from support.fp8_attention import AllFp8World
 
+from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.ops.paged_attention import launch_arguments
+from llmctl.plugins.ops.paged_attention.chunk_fp8.reference import MOST_UNIT, UNIT
 from llmctl.plugins.ops.paged_attention.few_fp8 import few_fp8
 from llmctl.plugins.ops.paged_attention.reference import reference
 from llmctl.plugins.ops.paged_attention.shared.source_specs import SHORT
+from llmctl.plugins.ops.paged_attention.shared.tiles import unit_start
 
 LENGTHS = (2600, 1500, 600, 300, 40)
 NAN = 0x7F
@@ -106,3 +110,34 @@ def test_bases_that_are_raised_with_a_chain_and_within_one():
     parts: list[Part] = [(0, 10237, 3)]
     for blocks in (1, 9):
         agree(attend(world, parts, blocks, blocks), wanted_of(world, parts))
+
+
+def test_shares_have_as_many_work_items_as_they_have_room_for():
+    """Of a context of 266 tiles 20 or fewer, where 16 thread blocks share it, and not 40."""
+    asked = [
+        (tiles, most)
+        for tiles in (*range(1, 70, 5), *range(70, 600, 31))
+        for most in range(
+            MOST_UNIT if tiles > 32 * UNIT else 2 * UNIT if tiles > 16 * UNIT else UNIT, 80, UNIT
+        )
+    ]
+    asked += [(266, 20), (257, 20), (1024, 64)]
+    found = torch.zeros(len(asked), 200, dtype=torch.int32)
+    world = world_of()
+    spec = few_fp8.few_fp8_spec(world.call(STEP), world.limits(), 88)
+    spec = replace(
+        spec,
+        name="equal_shares",
+        source=str(Path(cuda_samples.__path__[0]) / "equal_shares.cu"),
+        arguments=("*i32", "*i32", "i32", "i32"),
+        entry="equal_shares",
+    )
+    arguments = (torch.tensor(asked, dtype=torch.int32), found, *found.shape)
+    emulated_warps.run([Launch(spec, (1, 1, 1), arguments)])
+    for (tiles, most), (count, *begins) in zip(asked, found.tolist(), strict=True):
+        starts = [unit_start(unit, MOST_UNIT, UNIT) for unit in range(tiles)]
+        wanted = [0]
+        while wanted[-1] + most < tiles:
+            wanted.append(max(start for start in starts if start <= wanted[-1] + most))
+        assert begins[:count] == wanted, (tiles, most)
+    assert [count for count, *_ in found.tolist()[-3:]] == [16, 15, 16]
