@@ -106,7 +106,6 @@ struct Tiles {
       }
       if (begins && tile > share.begin) append_chain(item, sums, columns, own, has_raised, is_new);
       if (ends) break;
-      if (is_first && tile > share.begin) finish(unit_before(tile), item);
       if (begins) has_raised = false, is_new = is_first;
       room.advance(), ring.advance();
       start_next(s, share, tile, own_keys);
@@ -130,6 +129,7 @@ struct Tiles {
       start_sums(sums, x, weights, !begins);
       product_wait<1>();
       keep_order(s);
+      if (is_first && tile > share.begin) finish(unit_before(tile), item);  // while products run
     }
     meet_all();  // sums of weights are there
     meet_all();
@@ -171,8 +171,12 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
     if (share.begin >= share.end) continue;
     ItemState item;
     item.clear();
+    float base = 0.0f, total = 0.0f;  // of the chain that is complete
+    const auto take = [&] {
+      if (row < ROWS) base = columns.base[row], total = columns.total[row];
+    };
     const auto append = [&] {
-      if (row < ROWS) item.append(columns.base[row], columns.total[row]);
+      if (row < ROWS) item.append(base, total);
     };
     const auto finish = [&](int unit) {
       const Kept kept(place);
@@ -192,16 +196,16 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
       if (is_first) {
         end = unit_end(tile);
         meet_all();
-        if (tile > share.begin) append();
+        take();
         if (row < ROWS) {
           is_far = put_base(columns, row, first_base(columns.top[0][row], columns.scale(row)));
           columns.top[0][row] = NO_TOP;
         }
-        if (tile > share.begin) finish(unit_before(tile));
         meet_all();
+        if (tile > share.begin) append(), finish(unit_before(tile));  // while weights are computed
       }
       const bool raises = meet_any(is_far && !is_first);
-      if (begins && !is_first && tile > share.begin) append();
+      if (begins && !is_first) take(), append();
       if (raises) {
         meet_all();
         if (row < ROWS) {
@@ -219,7 +223,7 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
     totals.wait();
     put();
     meet_all();
-    append();
+    take(), append();
     finish(unit_before(share.end));
     meet_all();
   } while (at.advance(requests, range));
