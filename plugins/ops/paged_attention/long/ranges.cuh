@@ -68,9 +68,42 @@ struct Contexts {
   }
 };
 
+// As `find_range` of the only request, where there are thread blocks for all of its contexts: by its length alone, for one request waits
+// for this in every layer. Whether it is done.
+DEVICE bool find_only(Range& range, Place& place, const Requests& all, int room) {
+  Context its;
+  its.load(all, 0);
+  const int blocks = gridDim.x, block = blockIdx.x, lane = lane_id(), tiles = its.tiles;
+  const int tokens = its.cost > 0 ? its.numbers.end - its.numbers.start : 0;
+  const int contexts = divide_up(tokens, all.block_tokens, reciprocal(all.block_tokens)) * HEADS;
+  if (contexts == 0 || contexts > blocks) return false;
+  const int splits = int((float(blocks) + 0.5f) * reciprocal(contexts));
+  const int least = max(round_up(divide_up(tiles, splits, reciprocal(splits)), UNIT), largest_unit(tiles));
+  // Lanes try how many tiles a share should have at most; of those that suffice, the first one writes.
+  const EqualShares shares(least + lane * UNIT);
+  const u32 fits = tiles > least + SHARING ? __ballot_sync(~0u, shares.count(tiles) <= splits) : 1;
+  if (!fits) return false;
+  const int best = __ffs(fits) - 1, times = tiles > least + SHARING ? __shfl_sync(~0u, shares.count(tiles), best) : 1;
+  const auto border = [&](int nth) { return nth < times ? shares.begin(nth) : tiles; };
+  const int first = count_units(border(1) + 1) - 1, entries = times > 1 ? count_units(its.end) - first + 1 : 0;
+  if (__any_sync(~0u, lane == best && blocks + contexts * entries > room)) return false;
+  if (lane != best) return true;
+  const int rows = int((float(block) + 0.5f) * reciprocal(times)), nth = block - rows * times;
+  range.begin = range.end = range.request = range.base = 0, range.longest = tiles + 1;
+  place.count = 0;
+  if (rows >= contexts) return true;
+  const int first_tile = rows * (tiles + EXTRA) + EXTRA, begin = border(nth), end = border(nth + 1);
+  range.begin = first_tile + begin, range.end = first_tile + end;
+  place.context = its, place.request = 0, place.rows = rows, place.nth = nth, place.count = place.mergers = times;
+  place.share.begin = begin, place.share.end = end, place.share.first_unit = count_units(begin + 1) - 1;
+  place.first_unit = first, place.first_entry = blocks + rows * entries, place.counter = (blocks + rows * times) * FLAG_STEP;
+  return true;
+}
+
 // By one warp. No range is shorter than a work item, so each has some of every context that it divides; and none is shorter
 // than a context, where others are shared.
 DEVICE void find_range(Range& range, Place& place, const Requests& all, int room) {
+  if (UNIT > 1 && all.count == 1 && find_only(range, place, all, room)) return;
   const int lane = lane_id(), blocks = gridDim.x;
   Context its;
   const float by_tokens = reciprocal(all.block_tokens);

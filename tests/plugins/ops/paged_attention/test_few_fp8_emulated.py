@@ -34,11 +34,14 @@ def world_of(lengths: tuple[int, ...] = LENGTHS, **sizes: object) -> AllFp8World
     return world
 
 
-def attend(world: AllFp8World, parts: Sequence[Part], seed: int, blocks: int) -> list[torch.Tensor]:
-    """Rows of the parts by so many thread blocks, copies done early or late."""
+def attend(
+    world: AllFp8World, parts: Sequence[Part], seed: int, blocks: int, padding: int = 2
+) -> list[torch.Tensor]:
+    """Rows of the parts by so many thread blocks, copies done early or late. padding: requests
+    that have nothing."""
     step, call = world.step(parts), world.call(parts, 3)
     env = world.env(step, 2)
-    shape = world.shape(step, num_tokens=step.num_tokens + 3, num_requests=len(parts) + 2)
+    shape = world.shape(step, num_tokens=step.num_tokens + 3, num_requests=len(parts) + padding)
     partials = launch_arguments.partials(call, env)
     own = launch_arguments.own_tensors(call, env), partials, launch_arguments.logit_scale(call)
     launch = few_fp8.few_fp8_launch(call, env, shape, *own, SHORT)
@@ -94,6 +97,15 @@ def test_shapes_and_caches(sizes):
     world = world_of(**{"lengths": (600, 300), **sizes})
     for parts in ([(0, 589, 11), (1, 285, 4)], [(0, 580, 1)]):
         agree(attend(world, parts, 3, 3), wanted_of(world, parts))
+
+
+def test_the_only_request():
+    """Its shares are found otherwise; contexts that are shared, and those that are not."""
+    world = world_of((9100,))
+    step = ((9100, 1), (9100, 2), (9100, 13), (9100, 40), (1500, 9), (700, 5), (4, 3))
+    for count, blocks in step:
+        parts: list[Part] = [(0, count - 3, 3)]
+        agree(attend(world, parts, blocks, blocks, padding=0), wanted_of(world, parts))
 
 
 def test_work_items_of_several_chains():
