@@ -13,8 +13,11 @@ import re
 import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
+
+import typer
 
 from llmctl.errors import BadConfig
 from llmctl.publish import (
@@ -26,6 +29,9 @@ from llmctl.publish import (
     require_place,
 )
 
+JSON_LINES = (".jsonl", ".json")
+"""Endings of files of JSON lines; published ones are called .json, too."""
+
 _STANDARD = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 # Names that files of checkpoints, engines and tokenizers have, and results do not.
@@ -33,6 +39,26 @@ _MODEL_FILE = re.compile(
     r".*\.(engine|safetensors(\.index\.json)?)|(hf_quant_|generation_)?config\.json"
     r"|tokenizer(_config)?\.json"
 )
+
+
+def ending(*wanted: str) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
+    """The callback of an option that names an output file, for the parser: refuses names that end
+    as those of another format do, whatever else the command line says. A name without an ending
+    says nothing of a format. The callback raises BadConfig."""
+
+    def check(param: typer.CallbackParam, value: Path | None) -> Path | None:
+        if value is None:
+            return None
+        path, option = Path(value), param.opts[0]
+        if path.suffix and path.suffix.lower() not in wanted:
+            raise BadConfig(
+                f"{option} is {path}; its name must end in {' or '.join(wanted)}, for that is what "
+                "is written there",
+                fix=f"{option} {path.with_suffix(wanted[0])}",
+            )
+        return value
+
+    return check
 
 
 def require_writable(*paths: Path, source: Path | None = None) -> None:

@@ -55,7 +55,7 @@ def quantize(
         str,
         typer.Option(
             "--calib-dataset",
-            help="demo (the Python standard library's source) or a .txt, .jsonl or .parquet file.",
+            help="demo (text that comes with llmctl) or a .txt, .jsonl or .parquet file.",
         ),
     ] = "demo",
     calib_size: Annotated[

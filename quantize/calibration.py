@@ -1,16 +1,17 @@
 """Calibration text -> full rows of token ids.
 
 Documents are tokenized, joined into one stream and cut into rows of equal length: no padding,
-because padded positions would count in the activation maxima. By default the text is the Python
-standard library's own source, which every machine has; a small varied text is enough for maxima
-(64 rows of 256 tokens already reach 0.91 of every maximum that 65,536 tokens give).
+because padded positions would count in the activation maxima. The default text is a file beside
+this one: documentation, Python and CUDA sources of llmctl as they once were. It is never brought up
+to date, so that the same checkpoint gets the same scales with every Python, on every machine and
+with every later llmctl.
 """
 
 from __future__ import annotations
 
-import os
+import gzip
+import json
 import random
-import sysconfig
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     import torch
 
 DEMO_DATASET = "demo"
+DEMO_TEXT = Path(__file__).with_name("calibration_text.jsonl.gz")
 _BATCH_ROWS, _MOST_CHARS = 256, 1 << 30  # of a parquet file
 TEXT_COLUMNS = ("text", "article", "content")  # `article` is cnn_dailymail's
 DOCUMENT_CHARS = 32_768  # longer documents are cut: the tokenizer's time grows with the piece
-SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 def read_rows(
@@ -36,8 +37,9 @@ def read_rows(
 ) -> torch.Tensor:
     """int64 token ids [num_rows, row_length].
 
-    dataset: "demo", or a .txt, .jsonl or .parquet file. Raises BadCalibrationData when the text
-    is unreadable or too short, TokenizerError when the tokenizer is or gives ids >= `vocab`.
+    dataset: "demo", which is DEMO_TEXT, or a .txt, .jsonl or .parquet file. Raises
+    BadCalibrationData when the text is unreadable or too short, TokenizerError when the tokenizer
+    is or gives ids >= `vocab`.
     """
     import torch
 
@@ -72,15 +74,17 @@ def _documents(dataset: str, order: random.Random) -> Iterator[str]:
             yield text[start : start + DOCUMENT_CHARS]
 
 
-def _demo_texts(order: random.Random) -> Iterator[str]:
-    library = Path(sysconfig.get_path("stdlib"))
-    files: list[Path] = []
-    for folder, children, names in os.walk(library):
-        children[:] = sorted(set(children) - SKIPPED_FOLDERS)
-        files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
-    order.shuffle(files)
-    for path in files:
-        yield path.read_text(encoding="utf-8", errors="replace")
+def _demo_texts(order: random.Random) -> list[str]:
+    try:
+        with gzip.open(DEMO_TEXT, "rt", encoding="utf-8") as file:
+            texts: list[str] = [json.loads(line)["text"] for line in file]
+    except (OSError, EOFError) as error:
+        raise BadCalibrationData(
+            f"the text of --calib-dataset {DEMO_DATASET} cannot be read: {error}",
+            fix="install llmctl again, or name a file of text: --calib-dataset FILE.txt",
+        ) from error
+    order.shuffle(texts)
+    return texts
 
 
 def check_dataset(dataset: str) -> None:

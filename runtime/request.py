@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.api import refused
+from llmctl.runtime.api.field_types import check_types
 from llmctl.runtime.api.retention import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class TypicalAcceptance:
     alpha: float = 0.3  # the paper's delta
 
     def __post_init__(self) -> None:
+        check_types(self)
         _require(0 < self.threshold <= 1, "typical threshold", self.threshold, "in (0, 1]")
         _require(0 < self.alpha <= 1, "typical alpha", self.alpha, "in (0, 1]")
 
@@ -74,6 +76,7 @@ class SamplingConfig:
     typical_acceptance: TypicalAcceptance | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(math.isfinite(value), name, value, "finite")
@@ -112,6 +115,9 @@ class OutputConfig:
     return_all_generated_tokens: bool = False  # streaming: the whole output each time
     return_perf_metrics: bool = False  # with the final result
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @refused.refuses(refused.REQUEST)
 @dataclass(frozen=True, slots=True)
@@ -135,6 +141,7 @@ class Request:
     lookahead_config: LookaheadDecodingConfig | None = None  # None: the executor's
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.end_id == -1:
             object.__setattr__(self, "end_id", None)
         _require(self.end_id is None or self.end_id >= 0, "end_id", self.end_id, ">= -1")
@@ -190,9 +197,8 @@ class Sequence:
     blocks: BlockCounts = field(default_factory=BlockCounts)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
-    # tokens[:num_prompt_tokens] as int32, which numpy reads in place; None until `pack_prompt`. No
-    # numpy array, since what only parses a request should not import numpy.
-    prompt_ids: array[int] | None = field(default=None, repr=False)
+    # tokens[:num_prompt_tokens] for numpy, which what only parses a request should not import
+    prompt_ids: array[int] | None = field(default=None, repr=False)  # int32; see `pack_prompt`
 
     def pack_prompt(self) -> array[int]:
         """`prompt_ids`, made now if nobody has asked for them yet."""

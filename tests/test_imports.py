@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llmctl.quantize.calibration import DEMO_TEXT
+
 STAGES = {"quantize", "builder", "runtime"}
 ROOT = {"errors", "publish"}
 ALLOWED = {
@@ -91,8 +93,9 @@ def test_every_folder_with_modules_is_a_package(repository: Path, name: str) -> 
 def test_every_file_that_is_installed_lies_in_a_package(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["*"]
-    files = [path for pattern in patterns for path in (repository / "plugins").rglob(pattern)]
-    assert len(files) > 40
+    folders = [repository / name for name in ("quantize", "plugins")]
+    files = [path for folder in folders for p in patterns for path in folder.rglob(p)]
+    assert len(files) > 40 and DEMO_TEXT.name in {path.name for path in files}
     for path in files:
         assert (path.parent / "__init__.py").exists(), f"{path} would not be installed"
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from llmctl.builder.engine_format import TOKENIZER_FOLDER, EngineConfig
 from llmctl.builder.tokenizer import TOKENIZER_FILE
+from llmctl.cli.dataset.command import ENDINGS
 from llmctl.cli.run.prompts import row_sampling, row_window
 from llmctl.cli.run.text_io import Prompt, read_prompts
 from llmctl.errors import BadConfig, PromptTooLong
@@ -20,8 +21,6 @@ from llmctl.runtime.request import Request, SamplingConfig
 if TYPE_CHECKING:
     from llmctl.cli.tokenizer import Tokenizer
 
-# trtllm-bench asks for no suffix, and its guides redirect prepare_dataset.py into .txt files.
-DATASET_SUFFIXES = (".jsonl", ".json", ".txt")
 DEFAULT_INPUT_LEN = 128
 DEFAULT_OUTPUT_LEN = 128
 DEFAULT_NUM_REQUESTS = 10  # without a dataset
@@ -54,9 +53,9 @@ def read_load(options: LoadOptions) -> list[Prompt]:
     """The dataset's rows; nothing without a dataset. Raises BadConfig."""
     if options.dataset is None:
         return []
-    if options.dataset.suffix.lower() not in DATASET_SUFFIXES:
+    if options.dataset.suffix.lower() not in ENDINGS:
         raise BadConfig(
-            f"--dataset is {options.dataset}; a {' or '.join(DATASET_SUFFIXES)} file of JSON lines "
+            f"--dataset is {options.dataset}; a {' or '.join(ENDINGS)} file of JSON lines "
             "is wanted",
             fix="make one with: llmctl dataset --tokenizer ENGINE_DIR --output FILE.jsonl ...",
         )

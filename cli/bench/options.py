@@ -10,6 +10,7 @@ from typer import Option
 
 from llmctl.cli import engine_options as engine
 from llmctl.cli.dataset.command import MOST_REQUESTS
+from llmctl.cli.output_files import JSON_LINES, ending
 from llmctl.cli.run import options as option
 from llmctl.cli.run.drafting import parameters
 from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy
@@ -93,12 +94,33 @@ EnableBlockReuse = Annotated[
     ),
 ]
 Report = Annotated[
-    Path | None, Option("--report", help="Self-contained HTML page of tables and charts.")
+    Path | None,
+    Option(
+        "--report",
+        callback=ending(".html", ".htm"),
+        help="Self-contained HTML page of tables and charts.",
+    ),
 ]
-Trace = Annotated[Path | None, Option("--trace", help="Trace for ui.perfetto.dev, JSON.")]
-Raw = Annotated[Path | None, Option("--raw", help="Every request and step, a JSON line each.")]
+Trace = Annotated[
+    Path | None,
+    Option("--trace", callback=ending(".json"), help="Trace for ui.perfetto.dev, JSON."),
+]
+Raw = Annotated[
+    Path | None,
+    Option(
+        "--raw",
+        callback=ending(*JSON_LINES),
+        help="Every request and step, a JSON line each.",
+    ),
+]
 ReportJson = Annotated[
-    Path | None, Option("--report-json", help="The JSON line of stdout, in a file.", hidden=True)
+    Path | None,
+    Option(
+        "--report-json",
+        callback=ending(".json", ".jsonl"),
+        help="The JSON line of stdout, in a file.",
+        hidden=True,
+    ),
 ]
 Json = Annotated[bool, Option("--json", help="Only the JSON line: no tables, no progress.")]
 

@@ -10,7 +10,9 @@ from typing import Any
 from llmctl.cli.bench.report import raw_lines, report_json
 from llmctl.cli.bench.session import Measured
 from llmctl.cli.bench.table import make_console, print_report
+from llmctl.cli.endings import EXIT_FAILURE, EXIT_INTERRUPT, EXIT_TERMINATED
 from llmctl.cli.output_files import replacing
+from llmctl.cli.signals import Terminated
 from llmctl.cli.streams import results_on_stdout
 
 
@@ -33,8 +35,6 @@ def publish_results(measured: Measured) -> int:
 
 def exit_code(measured: Measured, num_failed: int) -> int:
     """See `publish_results`; says that a session was interrupted."""
-    from llmctl.cli.main import EXIT_FAILURE, EXIT_INTERRUPT, EXIT_TERMINATED, Terminated
-
     if measured.interrupt is not None:
         print("llmctl: interrupted", file=sys.stderr)
         return EXIT_TERMINATED if issubclass(measured.interrupt, Terminated) else EXIT_INTERRUPT

@@ -168,7 +168,7 @@ class Session:
             try:
                 with Progress(total, is_quiet=options.is_json) as progress:
                     self._run(engines, measured, progress)
-            except KeyboardInterrupt as stop:  # Ctrl-C, and SIGTERM by cli/main.py
+            except KeyboardInterrupt as stop:  # Ctrl-C, and SIGTERM by cli/signals.py
                 measured.interrupt = type(stop)
             except RankFailure as error:
                 measured.failure = error

@@ -25,6 +25,7 @@ from llmctl.cli.build.options import (
     LIMITS,
     LOG_LEVELS,
     Sign,
+    VisualizeNetwork,
     build_request,
     make_load_format,
     make_logger,
@@ -217,12 +218,7 @@ def _build(
         ),
     ] = False,
     sign: Sign = None,
-    visualize_network: Annotated[
-        Path | None,
-        typer.Option(
-            "--visualize-network", help="Also write the network as text to this file.", hidden=True
-        ),
-    ] = None,
+    visualize_network: VisualizeNetwork = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one JSON line.")
     ] = False,

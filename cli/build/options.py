@@ -13,7 +13,7 @@ import typer
 
 from llmctl.builder.models.family import DTYPES
 from llmctl.builder.plugin_config import OPTIONS
-from llmctl.cli.output_files import require_writable
+from llmctl.cli.output_files import ending, require_writable
 from llmctl.cli.signatures import give_parameters
 from llmctl.errors import BadConfig, CorruptFile
 
@@ -121,6 +121,16 @@ Sign = Annotated[
         "--sign",
         metavar="KEYFILE",
         help="Ed25519 key (OpenSSH or PEM) to sign the engine with; see docs/security.md.",
+    ),
+]
+
+VisualizeNetwork = Annotated[
+    Path | None,
+    typer.Option(
+        "--visualize-network",
+        callback=ending(".txt"),
+        help="Also write the network as text to this file.",
+        hidden=True,
     ),
 ]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from llmctl.cli.output_files import JSON_LINES, ending, require_writable
 from llmctl.cli.streams import is_stdout_an_empty_file
 from llmctl.errors import BadConfig
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from llmctl.cli.tokenizer import Tokenizer
 
 DEFAULT_SEED = 420  # prepare_dataset.py's
+# trtllm-bench asks for no ending, and its guides write prepare_dataset.py's rows to .txt files.
+ENDINGS = (*JSON_LINES, ".txt")
 MOST_REQUESTS = 1_000_000  # of a benchmark, whose requests are in memory together
 
 
@@ -68,7 +71,10 @@ def common(
     stdout: Annotated[
         bool, typer.Option("--stdout", help="Print the rows; also without --output.")
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the rows to this .jsonl file.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(callback=ending(*ENDINGS), help="Write the rows to this .jsonl file."),
+    ] = None,
     random_seed: Annotated[
         int, typer.Option(min=0, help="The same seed makes the same rows.")
     ] = DEFAULT_SEED,
@@ -79,8 +85,6 @@ def common(
     if stdout and output is not None:
         raise BadConfig("--stdout and --output are both given; one of them is wanted")
     if output is not None:
-        from llmctl.cli.output_files import require_writable
-
         require_writable(output)
     is_quiet = log_level in (LogLevel.warning, LogLevel.error)
     context.obj = _Common(tokenizer, output, random_seed, is_quiet)
@@ -191,8 +195,6 @@ def text(
     )
     chosen = context.obj
     if chosen.output is not None:
-        from llmctl.cli.output_files import require_writable
-
         require_writable(chosen.output, source=input_file)
     _write(chosen, text_rows(options, _tokenizer(chosen), chosen.seed), num_requests)
 

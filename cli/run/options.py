@@ -12,6 +12,8 @@ from typing import Annotated
 
 from typer import Option
 
+from llmctl.cli.output_files import JSON_LINES, ending
+
 
 class LogLevel(enum.StrEnum):
     """run.py's levels; each shows itself and what follows."""
@@ -193,23 +195,36 @@ StreamingInterval = Annotated[
     ),
 ]
 OutputCsv = Annotated[
-    Path | None, Option("--output-csv", help="File of token ids, one output per line.", hidden=True)
+    Path | None,
+    Option(
+        "--output-csv",
+        callback=ending(".csv"),
+        help="File of token ids, one output per line.",
+        hidden=True,
+    ),
 ]
 OutputNpy = Annotated[
     Path | None,
     Option(
         "--output-npy",
+        callback=ending(".npy"),
         help="File of token ids, int32 [outputs, longest], padded with the end id.",
         hidden=True,
     ),
 ]
 OutputJsonl = Annotated[
-    Path | None, Option("--output-jsonl", help="File with one JSON object per output.")
+    Path | None,
+    Option(
+        "--output-jsonl",
+        callback=ending(*JSON_LINES),
+        help="File with one JSON object per output.",
+    ),
 ]
 OutputLogProbsNpy = Annotated[
     Path | None,
     Option(
         "--output-log-probs-npy",
+        callback=ending(".npy"),
         help="Log-probability of every output token, float32, padded with NaN.",
         hidden=True,
     ),
@@ -218,6 +233,7 @@ OutputCumLogProbsNpy = Annotated[
     Path | None,
     Option(
         "--output-cum-log-probs-npy",
+        callback=ending(".npy"),
         help="Sum of each output's log-probabilities, float32 [outputs, 1].",
         hidden=True,
     ),

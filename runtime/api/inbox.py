@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from time import monotonic
 
-from llmctl.errors import ExecutorClosed, QueueFull
+from llmctl.errors import BadConfig, ExecutorClosed, QueueFull
 from llmctl.runtime.api.mailbox import Deliver, Mailbox
 from llmctl.runtime.api.tracking import TrackedRequest
 from llmctl.runtime.request import Request
@@ -52,7 +52,13 @@ class Inbox:
 
     def put(self, requests: Items[Request], deliver: Deliver | None = None) -> list[int]:
         """Queue all or none; returns the new ids. `deliver`: see Mailbox.open. Raises
-        ExecutorClosed or QueueFull."""
+        ExecutorClosed or QueueFull, and BadConfig for what is no Request."""
+        for request in requests:
+            if not isinstance(request, Request):
+                raise BadConfig(
+                    f"{request!r:.80} ({type(request).__name__}) is no Request",
+                    fix="Request(input_token_ids, max_tokens, ...)",
+                )
         limit = self._max_queue_size
         now_s = monotonic()
         with self._changed:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.api.field_types import check_types
 
 MIN_PRIORITY = 0  # evicted first
 MAX_PRIORITY = 100
@@ -34,6 +35,7 @@ class TokenRangeRetentionConfig:
     duration_ms: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.token_start < 0:
             raise BadConfig(f"token_start is {self.token_start}; it must be at least 0")
         if self.token_end is not None and self.token_end <= self.token_start:
@@ -58,6 +60,7 @@ class KvCacheRetentionConfig:
     decode_duration_ms: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         _check(
             "decode_retention_priority",
             self.decode_retention_priority,

@@ -166,7 +166,10 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     for name, lists in words:
         for ids in lists:
             try:
-                if set(map(type, ids)) - {int}:
+                kinds = set(map(type, ids))
+                if bool in kinds:
+                    raise TypeError
+                if kinds - {int}:
                     ids = tuple(map(index, ids))
                 is_known = min(ids) >= 0 and max(ids) < vocab_size
             except TypeError:

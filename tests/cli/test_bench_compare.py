@@ -8,7 +8,8 @@ import pytest
 from support.bench_runs import SHORT
 from support.eagle import make_head, save_head
 
-from llmctl.cli.main import Interrupted, Terminated, execute
+from llmctl.cli.main import execute
+from llmctl.cli.signals import Interrupted, Terminated
 from llmctl.errors import OutOfMemory
 from llmctl.runtime.open import OpenEngines
 

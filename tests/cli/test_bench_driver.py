@@ -11,7 +11,7 @@ from llmctl.cli.bench.driver import Driver, Pace
 from llmctl.cli.bench.metrics import compute, histogram, percentiles
 from llmctl.cli.bench.records import Recording
 from llmctl.cli.bench.table import banner
-from llmctl.cli.main import Interrupted, Terminated
+from llmctl.cli.signals import Interrupted, Terminated
 from llmctl.errors import BadLogits, RequestError
 from llmctl.runtime.request import FinishReason, Request, Response, Result
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from support.main import replace_run
 
-from llmctl.cli import app, main
+from llmctl.cli import app
+from llmctl.cli.signals import Terminated
 
 
-@pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (main.Terminated(), 143)])
+@pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (Terminated(), 143)])
 def test_signals_have_their_exit_codes(llmctl, command_that_raises, error, code):
     command_that_raises(error)
     done = llmctl("run")

@@ -44,6 +44,53 @@ def test_an_output_does_not_replace_a_file_of_a_model(tmp_path, name):
     require_writable(tmp_path / "config.json.html", tmp_path / "my.engine.csv")
 
 
+BENCH = ("bench", "latency", "--engine-dir", "e")
+RUN = ("run", "--engine-dir", "e", "--input-text", "x")
+BUILD = ("build", "--checkpoint-dir", "c")
+DATASET = ("dataset", "--tokenizer", "t")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "name", "wanted"),
+    [
+        (BENCH, "--report", "x.pdf", ".html or .htm"),
+        (BENCH, "--trace", "x.json.gz", ".json"),
+        (BENCH, "--raw", "x.csv", ".jsonl or .json"),
+        (BENCH, "--report-json", "x.html", ".json or .jsonl"),
+        (RUN, "--output-csv", "x.npy", ".csv"),
+        (RUN, "--output-npy", "x.csv", ".npy"),
+        (RUN, "--output-jsonl", "x.csv", ".jsonl or .json"),
+        (RUN, "--output-log-probs-npy", "x.npz", ".npy"),
+        (RUN, "--output-cum-log-probs-npy", "x.npz", ".npy"),
+        (BUILD, "--visualize-network", "x.onnx", ".txt"),
+        (DATASET, "--output", "x.parquet", ".jsonl or .json or .txt"),
+        (("inspect", "e"), "--graph", "x.pdf", ".html or .dot"),
+    ],
+)
+def test_a_name_that_ends_as_another_format_does_is_refused(
+    llmctl, tmp_path, monkeypatch, command, option, name, wanted
+):
+    """`--report x.pdf` wrote HTML. Nothing else of the command line is looked at before: what it
+    names does not exist."""
+    monkeypatch.chdir(tmp_path)
+    done = llmctl(*command, option, name)
+    assert done.code == 2 and "error[BadConfig]" in done.err and name in done.err
+    assert option in done.err and f"must end in {wanted}" in done.err and "fix: " in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_ending_may_be_in_capitals_or_absent(llmctl):
+    for name in ("x.HTML", "x.htm", "x", "/dev/stdout", "/dev/fd/1"):
+        assert "error[EngineNotFound]" in llmctl(*BENCH, "--report", name).err, name
+
+
+def test_a_config_file_is_held_to_it_too(llmctl, tmp_path):
+    config = tmp_path / "bench.yaml"
+    config.write_text("report: x.pdf\n")
+    done = llmctl(*BENCH, "--config", config)
+    assert done.code == 2 and "--report is x.pdf; its name must end in .html" in done.err
+
+
 def test_links_devices_and_pipes_stay_what_they_are(tmp_path):
     real, link = tmp_path / "real.csv", tmp_path / "link.csv"
     real.write_text("old")

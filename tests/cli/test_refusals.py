@@ -39,7 +39,7 @@ def test_an_error_that_nobody_reads_as_json_ends_like_any_result_nobody_reads(pr
     "option", ["--streaming", "--verify-exact", "--output-csv", "--output-npy", "--output-jsonl"]
 )
 def test_profiling_writes_and_compares_nothing_and_says_so(llmctl, engines, tmp_path, option):
-    value = [tmp_path / "out.x"] if option.startswith("--output") else []
+    value = [tmp_path / "out"] if option.startswith("--output") else []
     text = ("--engine-dir", engines.target, "--input-text", "a b")
     done = llmctl(*RUN, *text, "--run-profiling", option, *value)
     assert done.code == 2 and refused(done, "BadConfig", "--run-profiling", option)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +13,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from support.mxfp4 import write_tokenizer
 from tokenizers import Tokenizer
 
 from llmctl import errors
-from llmctl.quantize.calibration import DEMO_DATASET, check_dataset, read_rows
+from llmctl.quantize.calibration import DEMO_DATASET, DEMO_TEXT, check_dataset, read_rows
 
 TEXTS = [f"document {i}: the quick brown fox jumps over it\n" * 5 for i in range(8)]
 
@@ -70,6 +73,28 @@ def test_the_demo_text_needs_no_file_and_follows_the_seed(
     assert torch.equal(first, rows(DEMO_DATASET))
     assert not torch.equal(first, rows(DEMO_DATASET, seed=1))
     assert len(first.unique()) > 10
+
+
+def test_the_demo_text_is_the_same_with_every_python_and_every_llmctl(tmp_path: Path) -> None:
+    """Another text gives the same checkpoint other scales, and a CI pipeline another engine."""
+    write_tokenizer(tmp_path)  # bytes are tokens
+    options = {"num_rows": 4000, "row_length": 512, "vocab": 256, "seed": 1234}
+    found = read_rows(DEMO_DATASET, tmp_path / "tokenizer.json", **options)
+    digest = hashlib.sha256(found.numpy().astype("<i8").tobytes()).hexdigest()
+    assert digest == "dbabff83d60c61b71192f97804213f2879fee352a27bd6970264675a8bf382f4"
+
+
+def test_the_default_rows_have_text_enough_where_a_token_has_eight_characters() -> None:
+    with gzip.open(DEMO_TEXT, "rt", encoding="utf-8") as file:
+        assert sum(len(json.loads(line)["text"]) for line in file) > 512 * 512 * 8
+
+
+def test_an_installation_without_the_demo_text_says_so(
+    rows: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("llmctl.quantize.calibration.DEMO_TEXT", tmp_path / "absent.jsonl.gz")
+    with pytest.raises(errors.BadCalibrationData, match="--calib-dataset demo cannot be read"):
+        rows(DEMO_DATASET)
 
 
 def test_too_little_text_says_how_many_rows_it_gives(

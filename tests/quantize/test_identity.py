@@ -191,10 +191,11 @@ def test_another_reader_gives_the_logits_of_modelopts_fake_quantized_model(
         plain = AutoModelForCausalLM.from_pretrained(checkpoints(family, torch.float32)).eval()
         exact = plain(input_ids=ids, use_cache=False).logits.float()
     quantization_error = (wanted - exact).norm() / exact.norm()
-    reader_error = (got - wanted).norm() / wanted.norm()
+    of_prompts = (got - wanted).norm(dim=(1, 2)) / wanted.norm(dim=(1, 2))
     assert quantization_error > 1e-2  # the oracle does quantize
     # Both compute in float32, so only the order of sums differs: 1e-5 where no value sits on an
-    # FP8 rounding border, about 1e-3 for each that falls to the other side. A scale lost or
-    # misplaced is as large as the quantization error itself.
-    assert reader_error <= 5e-3
-    assert reader_error < quantization_error / 10
+    # FP8 rounding border. One that falls to the other side, about once in ten of these prompts,
+    # changes all tokens of its prompt that see it, by up to 0.07. A scale lost or misplaced is as
+    # large as the quantization error itself, in every prompt.
+    assert of_prompts.median() <= 1e-4
+    assert of_prompts.max() < quantization_error / 2

@@ -38,16 +38,17 @@ class FirstHead(torch.nn.Module):
         self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(self, features: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """The next features [N, H] of features [N, H] and the tokens behind them."""
-        x = self.fc(torch.cat((embedded, features), -1))[None]
-        places = torch.arange(len(features))[None]
-        count = len(features)
+        """The next features [N, H] of features [N, H] and the tokens behind them, or [rows, N, H]
+        of as many."""
+        first = self.fc(torch.cat((embedded, features), -1))
+        count = features.shape[-2]
+        x, places = first.reshape(-1, *first.shape[-2:]), torch.arange(count)[None]
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
         for layer in self.layers:
             found = layer(x, attention_mask=mask, position_ids=places,
                           position_embeddings=self.rotary(x, places))  # fmt: skip
             x = found if isinstance(found, torch.Tensor) else found[0]
-        return x[0]
+        return x.reshape(first.shape)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Under EAGLE's names."""

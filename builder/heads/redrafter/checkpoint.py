@@ -22,6 +22,12 @@ from llmctl.builder.heads.redrafter.layouts import (
     unexpected,
 )
 from llmctl.builder.heads.redrafter.names import MODULE
+from llmctl.builder.heads.redrafter.shapes import (
+    is_plain,
+    matrix_shape,
+    plain_shapes,
+    wanted_shapes,
+)
 from llmctl.errors import (
     BadConfig,
     BadTensorShape,
@@ -32,7 +38,6 @@ from llmctl.errors import (
     UnexpectedTensor,
     Unsupported,
 )
-from llmctl.plugins.schemes.scheme import Storage
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo, read_header
 from llmctl.quantize.format import (
     CONFIG_FILE,
@@ -48,7 +53,6 @@ CONVERTED_FILE, SECOND_RANK = "rank0.safetensors", "rank1.safetensors"
 _KIND = "recurrent_drafting_drafter"
 _WANTED = "give the folder of a ReDrafter head: --draft-model-dir HEAD"
 _MOST = 1 << 31  # of every size
-_FLOATS = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +188,12 @@ def _check(
         if quantization is None or quantization.scheme is None
         else (quantization.scheme.storage)
     )
-    shapes = _shapes(where, tensors, storage)
-    vocab_size, exit_dim = _matrix(where, shapes, "lm_head.weight")
+    shapes = plain_shapes(where, tensors, storage)
+    vocab_size, exit_dim = matrix_shape(where, shapes, "lm_head.weight")
     if recurrence != "sum":
-        hidden_size = _matrix(where, shapes, "rnn_w.weight")[0]
+        hidden_size = matrix_shape(where, shapes, "rnn_w.weight")[0]
     elif "input_proj.weight" in tensors:
-        hidden_size = _matrix(where, shapes, "input_proj.weight")[1] // 2
+        hidden_size = matrix_shape(where, shapes, "input_proj.weight")[1] // 2
     else:
         hidden_size = exit_dim // 2
     head = RecurrentHead(
@@ -198,7 +202,7 @@ def _check(
         size("redrafter_draft_len_per_beam") if is_converted else None,
         tensors,
         is_converted,
-        None if _is_plain(tensors) else quantization,
+        None if is_plain(tensors) else quantization,
     )
     _check_shapes(head, shapes)
     said = {"vocab_size": vocab_size, f"{prefix}hidden_size": hidden_size}
@@ -232,52 +236,10 @@ def _recurrence(
     return "linear" if is_converted else "silu"
 
 
-def _is_plain(tensors: Mapping[str, TensorInfo]) -> bool:
-    return all(info.dtype in _FLOATS for n, info in tensors.items() if n.endswith(".weight"))
-
-
-def _shapes(
-    where: Path, tensors: Mapping[str, TensorInfo], storage: Storage | None
-) -> dict[str, tuple[int, ...]]:
-    """Those of all tensors but scales, as if nothing were quantized. Raises Unsupported."""
-    found = {}
-    for name, info in tensors.items():
-        if name.endswith(SCALES):
-            continue
-        is_stored = storage is not None and info.dtype == storage.dtype and "weight" in name
-        if not is_stored and info.dtype not in _FLOATS:
-            known = (*_FLOATS, storage.dtype) if storage is not None else _FLOATS
-            raise Unsupported(
-                f"{info.name} in {where} is {info.dtype}; heads in {', '.join(known)} are read",
-                fix="use the head as it was trained, or `llmctl quantize --draft-model-dir`",
-            )
-        values = storage.values if storage is not None and is_stored else 1
-        found[name] = (*info.shape[:1], *(size * values for size in info.shape[1:]))
-    return found
-
-
-def _matrix(where: Path, shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
-    shape = shapes.get(name)
-    if shape is None:
-        raise MissingTensor(f"{where} lacks {name} of its ReDrafter head", fix="fetch it again")
-    if len(shape) != 2 or 0 in shape:
-        raise BadTensorShape(f"{name} in {where} has shape {list(shape)}; two are wanted")
-    return shape[0], shape[1]
-
-
 def _check_shapes(head: RecurrentHead, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """All tensors that such a head has, each of its shape, and no others."""
-    hidden, exit_dim = head.hidden_size, head.exit_dim
-    wanted: dict[str, tuple[int, ...]] = {"lm_head.weight": (head.vocab_size, exit_dim)}
-    for layer in range(head.num_layers):
-        name = f"layers.{layer}.linear"
-        wanted |= {f"{name}.weight": (exit_dim, exit_dim), f"{name}.bias": (exit_dim,)}
-    if exit_dim != 2 * hidden:
-        name = "input_proj"
-        wanted |= {f"{name}.weight": (exit_dim, 2 * hidden), f"{name}.bias": (exit_dim,)}
-    if head.recurrence != "sum":
-        wanted |= {"rnn_w.weight": (hidden, hidden), "rnn_u.weight": (hidden, hidden)}
-        wanted["rnn_u.bias"] = (hidden,)
+    sizes = (head.hidden_size, head.exit_dim, head.vocab_size)
+    wanted = wanted_shapes(head.recurrence, head.num_layers, *sizes)
     absent = [name for name in wanted if name not in shapes]
     if absent:
         raise MissingTensor(

@@ -10,7 +10,8 @@ import pytest
 from safetensors.torch import save_file
 from support import eagle, medusa, redrafter
 
-from llmctl.cli.main import EXIT_BUG, execute
+from llmctl.cli.endings import EXIT_BUG
+from llmctl.cli.main import execute
 from llmctl.quantize.checkpoint import Checkpoint
 
 HIDDEN, VOCAB = 64, 131  # of tiny targets

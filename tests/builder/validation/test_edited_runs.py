@@ -12,7 +12,8 @@ from support.hostile_engine import KINDS, PROMPT, HostileEngine, write_directory
 from support.hostile_heads import METHODS
 from support.json_edits import ACTIONS, apply
 
-from llmctl.cli.main import EXIT_BUG, execute
+from llmctl.cli.endings import EXIT_BUG
+from llmctl.cli.main import execute
 
 VALUES = (0, -1, 1, 7, 2**31, 2**62, -(2**62), "rows", "evil", "float32", "cpu", "cuda", "tensorrt",
           None, [2], 0.5, {}, True, "..", "/etc/passwd", {"a": 1}, [[]], 1e300)  # fmt: skip

@@ -136,9 +136,9 @@ def test_an_output_file_that_does_not_fit_leaves_the_old_one(
 def test_side_files_that_do_not_fit(command, full_disk, llmctl, engines, names, build_words):
     folder, limited = full_disk
     lengths = ["--input-mean", 64, "--input-stdev", 0, "--output-mean", 4, "--output-stdev", 0]
-    out = folder / "out.html"
+    out = folder / "out"
     words = {
-        "inspect": ["inspect", engines.draft, "--graph", out],
+        "inspect": ["inspect", engines.draft, "--graph", folder / "out.html"],
         "dataset": ["dataset", "--tokenizer", engines.draft / "tokenizer", "--output", out,
                     "token-norm-dist", "--num-requests", 60, *lengths],
         "build": [*build_words(folder / "engine"), "--visualize-network", out],

@@ -1,0 +1,131 @@
+"""How a command ends: exit codes, and what is told of an error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from llmctl.cli import config_file
+from llmctl.cli.app import command_path
+from llmctl.cli.streams import silence_stdout
+from llmctl.errors import MissingPackage, OutOfDisk, OutOfMemory, Unsupported
+from llmctl.publish import DISK_FULL
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
+EXIT_INTERRUPT = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
+EXIT_PIPE = 128 + signal.SIGPIPE
+
+
+def report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
+    """Tell an error, as JSON on stdout or as text on stderr; returns the exit code: `code`, unless
+    the reader of stdout has gone."""
+    if is_json:
+        error = {"name": name, "message": message, "fix": fix, "exit_code": code}
+        try:
+            print(json.dumps({"error": error}, ensure_ascii=False), flush=True)
+            return code
+        except BrokenPipeError:
+            silence_stdout()
+            return EXIT_PIPE
+        except OSError:  # a full disk, perhaps the very error to report: stderr remains
+            silence_stdout()
+    print(f"error[{name}]: {message}", file=sys.stderr)
+    if fix:
+        print(f"fix: {fix}", file=sys.stderr)
+    return code
+
+
+def report_usage(error: Exception, argv: list[str], is_json: bool) -> int:
+    """An option that cannot be parsed; known ones of other tools get their reason."""
+    from llmctl.cli.refused import OTHER_COMMANDS, refusal
+    from llmctl.cli.usage import explain
+
+    option = getattr(error, "option_name", None)
+    command = next((word for word in argv if not word.startswith("-")), "")
+    if option is not None:
+        reason = refusal(option, command)
+        if reason is not None:
+            name, fix = Unsupported.__name__, f"leave {option} out"
+            return report(name, f"{option} is not available: {reason}", fix, EXIT_USAGE, is_json)
+    describe: Callable[[], str] = getattr(error, "format_message", lambda: str(error))
+    context: Any = getattr(error, "ctx", None)
+    path = getattr(context, "command_path", command_path(argv))
+    message, param = _with_found(describe(), error), getattr(error, "param", None)
+    message = " ".join(message.split())  # choices are a line each
+    if type(error).__name__ == "NoArgsIsHelpError" or message == "Missing command.":
+        message = f"a command is missing: {' or '.join(context.command.commands)}"
+    if (found := explain(message, argv)) is not None:
+        return report("Usage", *found, EXIT_USAGE, is_json)
+    typed = {word.partition("=")[0].replace("_", "-") for word in argv}
+    of_file = getattr(context, "default_map", None) or {}
+    if param is not None and param.name in of_file and not typed.intersection(param.opts):
+        message += f" (in {config_file.given_path(argv)})"
+    missing = re.fullmatch(r"No such command '(.*)'\.", message)
+    other = OTHER_COMMANDS.get((path, missing[1])) if missing is not None else None
+    return report("Usage", message, other or f"see: {path} --help", EXIT_USAGE, is_json)
+
+
+def _with_found(message: str, error: Exception) -> str:
+    """The message with the value that was refused, where typer took it from pydantic: that says
+    only what is wanted."""
+    list_errors = getattr(error.__cause__, "errors", None)
+    refused = list_errors() if list_errors is not None else ()
+    found = repr(refused[0]["input"])[:100] if refused else ""
+    message = message.replace("Value error, ", "")
+    return message if found in message else f"{message}; found {found}"
+
+
+def report_unnamed(error: Exception, is_json: bool) -> int:
+    """Exceptions of other libraries: full disk, no memory, no package, file access, or a bug."""
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        fix = "free disk space or choose another file system"
+        return report(OutOfDisk.__name__, str(error), fix, OutOfDisk.exit_code, is_json)
+    if _is_out_of_memory(error):
+        asked = re.search(r"tried to allocate (\d+) bytes", str(error))  # PyTorch's
+        message = f"the machine has no {int(asked[1]) / 1e9:.3g} GB left" if asked else str(error)
+        message = message or "the machine has too little memory"
+        fix = "free memory, or ask for less at once (batch size, tokens per step, KV cache)"
+        return report(OutOfMemory.__name__, message, fix, OutOfMemory.exit_code, is_json)
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("llmctl"):
+        name, fix = MissingPackage.__name__, f"pip install --upgrade 'llmctl' {error.name}"
+        message = f"the Python package {error.name} is not installed, which this command needs"
+        return report(name, message, fix, MissingPackage.exit_code, is_json)
+    if isinstance(error, OSError) and error.filename is not None:
+        fix = "see that this path exists and that you may use it"
+        return report(type(error).__name__, str(error), fix, EXIT_FAILURE, is_json)
+    path = _keep_traceback(error)
+    message = f"{type(error).__name__}: {error} (this is a bug in llmctl; traceback in {path})"
+    return report("Bug", message, f"report it with the contents of {path}", EXIT_BUG, is_json)
+
+
+def _keep_traceback(error: Exception) -> str:
+    """Where the traceback is: a file, or stderr where none can be written."""
+    lines = [f"llmctl {' '.join(sys.argv[1:])}\n\n", *traceback.format_exception(error)]
+    try:
+        handle, path = tempfile.mkstemp(prefix="llmctl-bug-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(lines)
+    except OSError:
+        print(*lines, sep="", file=sys.stderr)
+        return "stderr"
+    return path
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Python's and numpy's, the system's, PyTorch's of the host and of a GPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return "can't allocate memory" in str(error)
