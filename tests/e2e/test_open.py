@@ -77,6 +77,17 @@ def test_engines_are_freed_with_their_executor(demo: DemoPair) -> None:
         gc.enable()
 
 
+def test_a_program_that_ends_in_the_middle_of_a_request_ends_as_it_says(demo: DemoPair) -> None:
+    """The worker's step would use memory that is freed at the end: most such programs crashed."""
+    program = (
+        "import sys, llmctl; executor = llmctl.open(sys.argv[1]); "
+        "tokens = executor.generate([5, 6, 7], max_tokens=900); print(next(tokens)); sys.exit(3)"
+    )
+    words = [sys.executable, "-c", program, str(demo.engine("target-float32"))]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 3 and ended.stdout.strip().isdigit(), ended.stderr
+
+
 def test_what_cannot_be_is_raised_where_it_is_asked_for(demo: DemoPair, tmp_path) -> None:
     with pytest.raises(EngineNotFound):
         llmctl.open(tmp_path / "nothing")
