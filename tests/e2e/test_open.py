@@ -78,7 +78,8 @@ def test_engines_are_freed_with_their_executor(demo: DemoPair) -> None:
 
 
 def test_a_program_that_ends_in_the_middle_of_a_request_ends_as_it_says(demo: DemoPair) -> None:
-    """The worker's step would use memory that is freed at the end: most such programs crashed."""
+    """The worker used memory that Python frees at its end, or the iterator waited for a worker that
+    had stopped: such programs crashed or hung."""
     program = (
         "import sys, llmctl; executor = llmctl.open(sys.argv[1]); "
         "tokens = executor.generate([5, 6, 7], max_tokens=900); print(next(tokens)); sys.exit(3)"
