@@ -33,13 +33,16 @@ def test_tokens_come_one_by_one_and_are_those_of_the_executor(
             assert executor.get_speculation_stats().draft_tokens > 0
 
 
-def test_the_readme_s_lines_run(demo: DemoPair, repository, capsys, monkeypatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (repository / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize(("page", "least"), [("README.md", 60), ("docs/executor.md", 300)])
+def test_the_lines_of_the_pages_run(
+    page: str, least: int, demo: DemoPair, repository, capsys, monkeypatch
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (repository / page).read_text(), re.DOTALL)
     for name in ("target", "draft"):
         code = code.replace(f'"out/{name}"', repr(str(demo.engine(f"{name}-float32"))))
     monkeypatch.chdir(repository)
-    exec(compile(code, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out) > 60
+    exec(compile(code, page, "exec"), {})
+    assert len(capsys.readouterr().out) > least
 
 
 def test_an_iterator_that_is_closed_cancels_its_request(demo: DemoPair) -> None:
