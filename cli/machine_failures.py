@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from llmctl.errors import MissingPackage, OutOfDisk, OutOfMemory
-from llmctl.publish import DISK_FULL
+from llmctl.publish import SPACE_FIXES
 
 
 class Failure(NamedTuple):
@@ -21,8 +21,8 @@ class Failure(NamedTuple):
 
 def name_failure(error: Exception) -> Failure | None:
     """Full disk, no memory, no package, file access; None for a bug."""
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        fix = "free disk space or choose another file system"
+    if isinstance(error, OSError) and error.errno in SPACE_FIXES:
+        fix = f"{SPACE_FIXES[error.errno]} or choose another file system"
         return Failure(OutOfDisk.__name__, str(error), fix, OutOfDisk.exit_code)
     if _is_out_of_memory(error):
         asked = re.search(r"tried to allocate (\d+) bytes", str(error))  # PyTorch's
