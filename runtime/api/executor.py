@@ -47,7 +47,14 @@ def _end_all() -> None:
         thread.join()
 
 
-os.register_at_fork(after_in_child=_running.clear)  # a child has no workers
+def _leave_to_parent() -> None:
+    """A forked process has no workers, so whoever waits for one would wait for ever."""
+    for inbox, _ in _running:
+        inbox.leave_to_parent()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Executor:

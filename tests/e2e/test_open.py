@@ -92,6 +92,29 @@ def test_a_program_that_ends_in_the_middle_of_a_request_ends_as_it_says(demo: De
     assert ended.returncode == 3 and ended.stdout.strip().isdigit(), ended.stderr
 
 
+def test_a_forked_process_is_told_that_nobody_answers_it(demo: DemoPair) -> None:
+    program = """if True:
+        import os, sys, llmctl
+        with llmctl.open(sys.argv[1]) as executor:
+            wanted = list(executor.generate([5, 6, 7], max_tokens=4))
+            if not (child := os.fork()):
+                try:
+                    next(executor.generate([5, 6, 7], max_tokens=4))
+                except llmctl.errors.ExecutorClosed as error:
+                    print(error, error.fix)
+                executor.shutdown()
+                sys.stdout.flush()
+                os._exit(5)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            assert list(executor.generate([5, 6, 7], max_tokens=4)) == wanted
+    """
+    words = [sys.executable, "-c", program, str(demo.engine("target-float32"))]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "forked" in ended.stdout and "open the engine after forking" in ended.stdout
+    assert ended.stdout.endswith("\n5\n")
+
+
 def test_what_cannot_be_is_raised_where_it_is_asked_for(demo: DemoPair, tmp_path) -> None:
     with pytest.raises(EngineNotFound):
         llmctl.open(tmp_path / "nothing")
