@@ -12,9 +12,9 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from llmctl.errors import BadConfig
 from llmctl.runtime.api import refused
 from llmctl.runtime.api.retention import KvCacheRetentionConfig
-from llmctl.runtime.api.values import make_numbers, require, require_instance
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import LookaheadDecodingConfig
@@ -42,9 +42,8 @@ class TypicalAcceptance:
     alpha: float = 0.3  # the paper's delta
 
     def __post_init__(self) -> None:
-        make_numbers(self)
-        require(0 < self.threshold <= 1, "typical threshold", self.threshold, "in (0, 1]")
-        require(0 < self.alpha <= 1, "typical alpha", self.alpha, "in (0, 1]")
+        _require(0 < self.threshold <= 1, "typical threshold", self.threshold, "in (0, 1]")
+        _require(0 < self.alpha <= 1, "typical alpha", self.alpha, "in (0, 1]")
 
 
 MOST_SEQUENCES = 1 << 16  # of one request: each has state from the start
@@ -75,22 +74,21 @@ class SamplingConfig:
     typical_acceptance: TypicalAcceptance | None = None
 
     def __post_init__(self) -> None:
-        make_numbers(self)
         for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            require(math.isfinite(value), name, value, "finite")
-        require(self.temperature >= 0, "temperature", self.temperature, ">= 0")
-        require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 = no limit)")
-        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        require(0 <= self.seed < 2**64, "seed", self.seed, "an unsigned 64-bit integer")
-        require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "> 0")
-        require(self.min_tokens >= 0, "min_tokens", self.min_tokens, ">= 0")
+            _require(math.isfinite(value), name, value, "finite")
+        _require(self.temperature >= 0, "temperature", self.temperature, ">= 0")
+        _require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 = no limit)")
+        _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _require(0 <= self.seed < 2**64, "seed", self.seed, "an unsigned 64-bit integer")
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "> 0")
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, ">= 0")
         ngram = self.no_repeat_ngram_size
-        require(ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0 = off)")
+        _require(ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0 = off)")
         count = self.num_return_sequences
         wanted = f">= 1, at most {MOST_SEQUENCES}"
-        require(1 <= count <= MOST_SEQUENCES, "num_return_sequences", count, wanted)
+        _require(1 <= count <= MOST_SEQUENCES, "num_return_sequences", count, wanted)
 
     @property
     def is_greedy(self) -> bool:
@@ -139,23 +137,17 @@ class Request:
     def __post_init__(self) -> None:
         if self.end_id == -1:
             object.__setattr__(self, "end_id", None)
-        make_numbers(self)
-        require_instance("sampling_config", self.sampling_config, SamplingConfig)
-        require_instance("output_config", self.output_config, OutputConfig)
-        require(self.end_id is None or self.end_id >= 0, "end_id", self.end_id, ">= -1")
-        require(len(self.input_token_ids) > 0, "input_token_ids", "empty", "at least one token")
-        require(self.max_tokens > 0, "max_tokens", self.max_tokens, "> 0")
+        _require(self.end_id is None or self.end_id >= 0, "end_id", self.end_id, ">= -1")
+        _require(len(self.input_token_ids) > 0, "input_token_ids", "empty", "at least one token")
+        _require(self.max_tokens > 0, "max_tokens", self.max_tokens, "> 0")
         most = self.max_draft_len
-        require(most is None or most >= 0, "max_draft_len", most, ">= 0")
-        require(0 <= self.priority <= 1, "priority", self.priority, "from 0 to 1")
-        retention = self.kv_cache_retention_config
-        if retention is not None:
-            require_instance("kv_cache_retention_config", retention, KvCacheRetentionConfig)
+        _require(most is None or most >= 0, "max_draft_len", most, ">= 0")
+        _require(0 <= self.priority <= 1, "priority", self.priority, "from 0 to 1")
         time_ms = self.allotted_time_ms
-        require(time_ms is None or time_ms > 0, "allotted_time_ms", time_ms, "> 0")
+        _require(time_ms is None or time_ms > 0, "allotted_time_ms", time_ms, "> 0")
         for name in ("stop_words", "bad_words"):
             words = getattr(self, name)
-            require(all(words), name, "an empty word", "token-id lists of at least one token")
+            _require(all(words), name, "an empty word", "token-id lists of at least one token")
 
     def without_window(self) -> Request:
         """The same request for an executor without lookahead decoding, which refuses windows."""
@@ -295,3 +287,8 @@ class Response:
     def has_error(self) -> bool:
         """True when the request failed or was refused."""
         return self.error is not None
+
+
+def _require(condition: bool, name: str, found: object, wanted: str) -> None:
+    if not condition:
+        raise BadConfig(f"{name} is {found}; it must be {wanted}")

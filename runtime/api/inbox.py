@@ -11,7 +11,6 @@ from time import monotonic
 from llmctl.errors import ExecutorClosed, QueueFull
 from llmctl.runtime.api.mailbox import Deliver, Mailbox
 from llmctl.runtime.api.tracking import TrackedRequest
-from llmctl.runtime.api.values import require_instance
 from llmctl.runtime.request import Request
 
 
@@ -53,10 +52,7 @@ class Inbox:
 
     def put(self, requests: Items[Request], deliver: Deliver | None = None) -> list[int]:
         """Queue all or none; returns the new ids. `deliver`: see Mailbox.open. Raises
-        ExecutorClosed or QueueFull, and BadConfig for what is no Request: in the worker it would
-        end the requests of everybody."""
-        for request in requests:
-            require_instance("a request", request, Request)
+        ExecutorClosed or QueueFull."""
         limit = self._max_queue_size
         now_s = monotonic()
         with self._changed:
