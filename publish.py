@@ -21,8 +21,12 @@ from pathlib import Path
 
 from llmctl.errors import BadConfig, OutOfDisk, OutputExists
 
-# The last one is the size limit of one file: FAT32's 4 GB, or `ulimit -f`.
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors of a write that has no room. The last is of a file: FAT32's 4 GB, or `ulimit -f`.
+SPACE_FIXES = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+}
 SCRATCH_SUFFIX = ".partial"
 MOST_NAME = 255 - len("..12345678" + SCRATCH_SUFFIX)  # bytes: the scratch's name must fit, too
 
@@ -187,10 +191,13 @@ def publish(final: Path) -> Iterator[Path]:
         flush(final.parent)
     except OSError as error:
         _remove(scratch)
-        if error.errno in DISK_FULL:
+        if error.errno in SPACE_FIXES:
+            where = "choose an output directory on another file system"
             raise OutOfDisk(
-                f"the file system of {final.parent} is full ({error.strerror})",
-                fix="free disk space or choose an output directory on another file system",
+                f"a file of {final} may not be that large ({error.strerror})"
+                if error.errno == errno.EFBIG
+                else f"the file system of {final.parent} is full ({error.strerror})",
+                fix=f"{SPACE_FIXES[error.errno]} or {where}",
             ) from error
         if error.filename is None:  # a write's: the system does not say where it was
             error.filename = str(final)

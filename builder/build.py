@@ -107,7 +107,7 @@ class EnginePlan:
         return kv_bytes_per_token(self.plan)
 
     def summary(self) -> dict[str, Any]:
-        """The memory plan as numbers, for --dry-run and --json."""
+        """The memory plan of a rank as numbers, for --dry-run and --json."""
         build = self.config.build_config
         return {
             "architecture": self.config.pretrained_config["architecture"],

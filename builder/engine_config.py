@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -78,6 +79,28 @@ def config_path(folder: Path) -> Path:
     return path
 
 
+def _command_to_rebuild(command: object, folder: Path) -> str:
+    """The command that built an engine, with its present folder. An engine may be a stranger's, so
+    what is not one plain command of `llmctl build` is not shown."""
+    here = shlex.quote(str(folder))
+    try:
+        words = shlex.split(command) if isinstance(command, str) else []
+    except ValueError:
+        words = []
+    if (
+        words[:2] != ["llmctl", "build"]
+        or shlex.join(words) != command
+        or not command.isprintable()
+    ):
+        return f"llmctl build --checkpoint-dir CHECKPOINT --output-dir {here}"
+    for at, word in enumerate(words):
+        name, joined, _ = word.partition("=")
+        if name.replace("_", "-") == "--output-dir":
+            del words[at : at + 1 + (not joined)]
+            break
+    return shlex.join([*words, "--output-dir", str(folder)])
+
+
 def read_engine_config(folder: Path) -> EngineConfig:
     """config.json of an engine directory.
 
@@ -95,10 +118,12 @@ def read_engine_config(folder: Path) -> EngineConfig:
             f"{path} is not the config of an engine (a checkpoint folder has one of that name)",
             fix="give the directory that `llmctl build` wrote",
         )
-    if raw["version"] != SCHEMA_VERSION:
+    if (found := raw["version"]) != SCHEMA_VERSION:
+        is_newer = type(found) is int and found > SCHEMA_VERSION
         raise RebuildNeeded(
-            f"{folder} has engine schema {raw['version']!r}; this llmctl reads {SCHEMA_VERSION}",
-            fix=f"remove it and build again: {raw.get('command') or 'llmctl build'}",
+            f"{folder} has engine schema {found!r:.100}; this llmctl reads {SCHEMA_VERSION}",
+            fix=f"{'install a newer llmctl, or ' if is_newer else ''}remove it and build again: "
+            f"{_command_to_rebuild(raw.get('command'), folder)}",
         )
     names = {f.name for f in fields(EngineConfig)}
     if set(raw) != names:

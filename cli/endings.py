@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -15,9 +14,9 @@ from typing import Any
 
 from llmctl.cli import config_file
 from llmctl.cli.app import command_path
+from llmctl.cli.machine_failures import name_failure
 from llmctl.cli.streams import silence_stdout
-from llmctl.errors import MissingPackage, OutOfDisk, OutOfMemory, Unsupported
-from llmctl.publish import DISK_FULL
+from llmctl.errors import Unsupported
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -87,23 +86,9 @@ def _with_found(message: str, error: Exception) -> str:
 
 
 def report_unnamed(error: Exception, is_json: bool) -> int:
-    """Exceptions of other libraries: full disk, no memory, no package, file access, or a bug."""
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        fix = "free disk space or choose another file system"
-        return report(OutOfDisk.__name__, str(error), fix, OutOfDisk.exit_code, is_json)
-    if _is_out_of_memory(error):
-        asked = re.search(r"tried to allocate (\d+) bytes", str(error))  # PyTorch's
-        message = f"the machine has no {int(asked[1]) / 1e9:.3g} GB left" if asked else str(error)
-        message = message or "the machine has too little memory"
-        fix = "free memory, or ask for less at once (batch size, tokens per step, KV cache)"
-        return report(OutOfMemory.__name__, message, fix, OutOfMemory.exit_code, is_json)
-    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("llmctl"):
-        name, fix = MissingPackage.__name__, f"pip install --upgrade 'llmctl' {error.name}"
-        message = f"the Python package {error.name} is not installed, which this command needs"
-        return report(name, message, fix, MissingPackage.exit_code, is_json)
-    if isinstance(error, OSError) and error.filename is not None:
-        fix = "see that this path exists and that you may use it"
-        return report(type(error).__name__, str(error), fix, EXIT_FAILURE, is_json)
+    """Exceptions of Python and of other libraries: a failure of the machine, or a bug."""
+    if (failure := name_failure(error)) is not None:
+        return report(*failure, is_json)
     path = _keep_traceback(error)
     message = f"{type(error).__name__}: {error} (this is a bug in llmctl; traceback in {path})"
     return report("Bug", message, f"report it with the contents of {path}", EXIT_BUG, is_json)
@@ -120,12 +105,3 @@ def _keep_traceback(error: Exception) -> str:
         print(*lines, sep="", file=sys.stderr)
         return "stderr"
     return path
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Python's and numpy's, the system's, PyTorch's of the host and of a GPU."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return "can't allocate memory" in str(error)

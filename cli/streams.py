@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import stat
 import sys
 from collections.abc import Collection, Iterator
@@ -34,16 +35,43 @@ class LossyStream:
         return getattr(self._stream, name)
 
 
+class _PatientWriter(io.FileIO):
+    """A descriptor that somebody else made non-blocking, as a parent process does that shares it.
+    Python writes what a pipe has room for and loses the rest."""
+
+    def write(self, data: Any) -> int:
+        """All of it, however long the reader takes."""
+        left = memoryview(data).cast("B")
+        room = select.poll()
+        room.register(self.fileno(), select.POLLOUT)
+        while left:
+            left = left[super().write(left) or 0 :]
+            if left:
+                room.poll()
+        return memoryview(data).nbytes
+
+
+def _patient(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The stream, or one that waits in the place of one that does not block."""
+    if os.get_blocking(stream.fileno()):
+        return stream
+    buffered = io.BufferedWriter(_PatientWriter(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(buffered, stream.encoding, line_buffering=stream.line_buffering)
+
+
 def open_streams() -> None:
-    """Give a closed stdout or stderr a target, keep a narrow encoding from raising errors, and let
-    no command fail because a message cannot be shown."""
+    """Give a closed stdout or stderr a target, wait for the reader of one that does not block, keep
+    a narrow encoding from raising errors, and let no command fail because a message cannot be
+    shown."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             # It stands in for the stream until the process ends, so nothing may close it.
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # stays open
         elif isinstance(stream, io.TextIOWrapper):
+            stream = _patient(stream)
             stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, stream)
     vars(sys)["stderr"] = LossyStream(sys.stderr)
 
 

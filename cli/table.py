@@ -8,7 +8,12 @@ Rows = Sequence[tuple[str, ...]]
 
 
 def table(rows: Rows, right: Iterable[int] = ()) -> Iterator[str]:
-    """Rows indented by two, columns as wide as their widest cell; `right` ones flush right."""
+    """Rows indented by two, columns as wide as their widest cell; `right` ones flush right.
+
+    A cell stays in its row: what files of other people say may hold line ends, and sequences that
+    a terminal would obey.
+    """
+    rows = [tuple(map(_printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     is_right = set(right)
     for row in rows:
@@ -17,6 +22,12 @@ def table(rows: Rows, right: Iterable[int] = ()) -> Iterator[str]:
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _printable(cell: str) -> str:
+    if cell.isprintable():
+        return cell
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cell)
 
 
 def size(count: int) -> str:

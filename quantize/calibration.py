@@ -54,7 +54,9 @@ def read_rows(
     if len(stream) < wanted:
         raise BadCalibrationData(
             f"{dataset} has {len(stream)} tokens; {num_rows} rows of {row_length} need {wanted}",
-            fix=f"--calib-size {len(stream) // row_length}" if len(stream) >= row_length else "",
+            fix=f"--calib-size {len(stream) // row_length}"
+            if len(stream) >= row_length
+            else "give more text, or shorter rows: --calib-max-seq-length",
         )
     rows = torch.tensor(stream[:wanted], dtype=torch.int64).view(num_rows, row_length)
     largest = int(rows.max())

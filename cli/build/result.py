@@ -50,10 +50,16 @@ def print_result(
 ) -> None:
     """One line, for people or as JSON."""
     signed_by = None if key is None else key.public.fingerprint
-    summary = engine.summary() | {"output_dir": str(output_dir), "signed_by": signed_by}
+    ranks = engine.limits.tp_size
+    summary = engine.summary() | {
+        "num_ranks": ranks,
+        "output_dir": str(output_dir),
+        "signed_by": signed_by,
+    }
     if as_json:
         typer.echo(json.dumps(summary | {"seconds_s": seconds}))
     else:
         signed = "" if signed_by is None else f", signed by {signed_by}"
         elapsed = time.strftime("%H:%M:%S", time.gmtime(seconds))
-        typer.echo(f"{output_dir}: {size(summary['engine_bytes'])} in {elapsed}{signed}")
+        each = f" for each of {ranks} ranks" if ranks > 1 else ""
+        typer.echo(f"{output_dir}: {size(summary['engine_bytes'])}{each} in {elapsed}{signed}")

@@ -90,7 +90,7 @@ class RunStats:
     @property
     def decode_tokens_per_s(self) -> float | None:
         """Output tokens after each output's first, over the time after the mean first token. None
-        where no output had LEAST_GAPS."""
+        where no output had LEAST_GAPS, and where outputs waited for others."""
         return self.decode.num_tokens / self.decode.span_s if self.decode else None
 
     @property
@@ -127,9 +127,12 @@ def summarize(
 
 
 def _decode(outputs: Sequence[SequenceOutput]) -> Decode | None:
-    """None where no output was written for long enough."""
+    """None where no output was written for long enough, or where outputs had to wait until others
+    ended: what was written before the mean first token would count, but not its time."""
     firsts = [output.first_s for output in outputs if output.first_s is not None]
     if max((output.num_times for output in outputs), default=0) <= LEAST_GAPS:
+        return None
+    if max(firsts) > min(output.last_s for output in outputs if output.num_times > 1):
         return None
     return Decode(
         sum(len(output.token_ids) - output.num_first_tokens for output in outputs),

@@ -231,8 +231,8 @@ class Session:
                 if longest == room < row.request.max_tokens:
                     self._log(
                         "warning",
-                        f"Text {row.index}: max_output_len {row.request.max_tokens} was cut to "
-                        f"{room} by the engine's max_seq_len {max_seq_len}",
+                        f"Text {row.index}: its limit of {row.request.max_tokens} tokens was cut "
+                        f"to {room} by the engine's max_seq_len {max_seq_len}",
                     )
 
     def _is_shown(self, level: str) -> bool:

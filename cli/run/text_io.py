@@ -21,7 +21,8 @@ from llmctl.cli.run.npy import read_integers
 from llmctl.errors import BadConfig
 from llmctl.quantize.format import load_strict, shown, why_no_file
 
-# Keys a .jsonl row may have besides prompt/input_ids, with the types each may take.
+_PROMPT_KEYS = ("prompt", "input_ids")
+# Keys a .jsonl row may have besides these, with the types each may take.
 _NUMBER = (int, float)
 _WORDS = ("stop_words", "bad_words")
 ROW_KEYS: Mapping[str, tuple[type, ...]] = {
@@ -148,7 +149,7 @@ def _parse_row(line: str, where: str) -> Prompt:
         found = type(row).__name__
         raise BadConfig(f"{where} is {found}; a JSON object is wanted", fix=_ROW_FORM)
     row.pop(_ROW_LABEL, None)
-    text, ids = row.pop("prompt", None), row.pop("input_ids", None)
+    text, ids = (row.pop(key, None) for key in _PROMPT_KEYS)
     if ids is not None:  # input_ids win when both are there, as they do in trtllm-bench
         if not isinstance(ids, list) or not all(type(item) is int for item in ids):
             raise BadConfig(f'{where}: "input_ids" must be a list of integers')
@@ -156,7 +157,8 @@ def _parse_row(line: str, where: str) -> Prompt:
             raise BadConfig(f'{where}: "prompt" is {shown(text)}, not text')
         text, ids = None, _checked_ids(ids, where)
     elif not isinstance(text, str):
-        raise BadConfig(f'{where} has neither a "prompt" string nor "input_ids"')
+        others = f"; its keys are {shown(list(row))}" if row else ""
+        raise BadConfig(f'{where} has neither a "prompt" string nor "input_ids"{others}')
     _check_settings(row, where)
     if "output_tokens" in row:
         if "max_tokens" in row:
@@ -169,7 +171,8 @@ def _check_settings(row: Mapping[str, Any], where: str) -> None:
     for key, value in row.items():
         wanted = ROW_KEYS.get(key)
         if wanted is None:
-            raise BadConfig(f"{where} has the key {shown(key)}; known are: {', '.join(ROW_KEYS)}")
+            known = ", ".join((*_PROMPT_KEYS, *ROW_KEYS))
+            raise BadConfig(f"{where} has the key {shown(key)}; known are: {known}")
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise BadConfig(f"{where}: {key!r} is {shown(value)}, not {wanted[-1].__name__}")
         if isinstance(value, int) and abs(value) >= 2**64:

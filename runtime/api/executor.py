@@ -6,6 +6,8 @@ finished, refused, cancelled or failed; see `runtime.worker`.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -30,6 +32,29 @@ from llmctl.runtime.step import StepRunner
 from llmctl.runtime.worker import Worker
 
 __all__ = ["Executor", "ExecutorConfig", "KvCacheConfig"]
+
+_running: set[tuple[Inbox, threading.Thread]] = set()  # of executors that nobody has shut down
+
+
+@atexit.register
+def _end_all() -> None:
+    """A program may end without `shutdown`. A worker in the middle of a step would then use memory
+    that Python frees at its end, and the program would end by SIGSEGV."""
+    ending = list(_running)
+    for inbox, _ in ending:
+        inbox.close()
+    for _, thread in ending:
+        thread.join()
+
+
+def _leave_to_parent() -> None:
+    """A forked process has no workers, so whoever waits for one would wait for ever."""
+    for inbox, _ in _running:
+        inbox.leave_to_parent()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Executor:
@@ -63,6 +88,7 @@ class Executor:
         # which stop generation, need not visit them. Undone by `shutdown`.
         self._has_frozen = freezing.freeze()
         self._thread.start()
+        _running.add((self._inbox, self._thread))
 
     def enqueue_request(self, request: Request, deliver: Deliver | None = None) -> int:
         """Queue one request; returns its id at once. Raises ExecutorClosed or QueueFull.
@@ -186,6 +212,7 @@ class Executor:
         May be called any number of times; a call without `drain` cuts short one with it."""
         self._inbox.close(drain=drain)
         self._thread.join()
+        _running.discard((self._inbox, self._thread))
         if self._has_frozen:
             freezing.unfreeze()
             self._has_frozen = False

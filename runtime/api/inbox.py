@@ -93,6 +93,13 @@ class Inbox:
             self._drains = drain
             self._changed.notify()
 
+    def leave_to_parent(self) -> None:
+        """In a process that was forked: its worker is another process's. Whoever held the lock
+        when it was forked is not there to let it go."""
+        self._changed = threading.Condition()
+        self._is_closed = True
+        self._error = ExecutorClosed("this process was forked from the one that it runs in")
+
     def leave_queue(self, num_requests: int) -> None:
         """The worker has started or ended so many queued requests."""
         with self._changed:
@@ -126,4 +133,9 @@ class Inbox:
 def _closed(error: Exception | None) -> ExecutorClosed:
     if error is None:
         return ExecutorClosed("the executor has been shut down")
+    if isinstance(error, ExecutorClosed):
+        return ExecutorClosed(
+            f"the executor does not answer here: {error}",
+            fix="open the engine after forking, in the process that uses it",
+        )
     return ExecutorClosed(f"the executor has ended: {type(error).__name__}: {error}")

@@ -34,8 +34,8 @@ _PHASES = "prefill and generation run in one executor"
 _TOP_P = "top_p stays the same for the whole of a sequence"
 _GUIDED = "guided decoding is not available"
 _RANKS = "the executor runs in rank 0, and the engine says how many ranks there are"
-_PLANNED = "runtime.memory.plan_kv_cache finds num_blocks from a memory budget"
-_WINDOW = "runtime.attention_windows.cache_window gives the window of an engine"
+_PLANNED = "num_blocks says how many there are; llmctl.open(engine, {}=...) finds that number"
+_WINDOW = "llmctl.open(engine, windows=WindowOptions(...)) narrows the windows of all its layers"
 
 REQUEST = {
     "pad_id": Refusal("steps are packed, so there is no padding"),
@@ -83,12 +83,12 @@ OUTPUT = {
     "additional_model_outputs": Refusal("engines have one output, the logits"),
 }
 KV_CACHE = {
-    "max_tokens": Refusal(_PLANNED),
-    "free_gpu_memory_fraction": Refusal(_PLANNED),
+    "max_tokens": Refusal(_PLANNED.format("max_tokens")),
+    "free_gpu_memory_fraction": Refusal(_PLANNED.format("free_fraction")),
     "max_attention_window": Refusal(_WINDOW),
     "max_attention_window_vec": Refusal(_WINDOW),
     "sink_token_length": Refusal(_WINDOW),
-    "host_cache_size": Refusal("runtime.memory.host_blocks gives num_host_blocks of its bytes"),
+    "host_cache_size": Refusal("llmctl.open(engine, host_memory_bytes=...) finds num_host_blocks"),
     "onboard_blocks": Refusal("blocks always come back before they are used", (True,)),
     "copy_on_partial_reuse": Refusal("a partly matching block is always copied", (True,)),
     "cross_kv_cache_fraction": Refusal(_ENCODER),

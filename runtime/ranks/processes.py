@@ -38,9 +38,13 @@ class Followers:
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)  # started here
 
     def end(self) -> None:
-        """Close every channel, which followers take as the end; kill those that stay."""
+        """Close every channel, which followers take as the end; kill those that stay. One that has
+        no channel yet, as it is still importing, hears nothing and has nothing to clean up."""
         for channel in self.channels.values():
             channel.close()
+        for rank, process in self.processes.items():
+            if rank not in self.channels:
+                process.kill()
         end = time.monotonic() + END_S
         for process in self.processes.values():
             try:

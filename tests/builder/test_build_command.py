@@ -90,6 +90,18 @@ def test_json_is_one_line_on_stdout(
     assert "lowered from 2048" in captured.err
 
 
+def test_sizes_of_several_ranks_are_said_to_be_those_of_each(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["build", "--checkpoint-dir", str(checkpoint), "--backend", "cpu", "--tp-size", "2"]
+    assert execute([*words, "--output-dir", str(tmp_path / "one")]) == 0
+    assert "B for each of 2 ranks in 00:" in capsys.readouterr().out
+    assert execute([*words, "--output-dir", str(tmp_path / "other"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["num_ranks"] == 2
+    assert summary["engine_bytes"] == (tmp_path / "other/rank1.engine").stat().st_size
+
+
 def test_end_ids_come_from_the_generation_config(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     output = tmp_path / "engine"

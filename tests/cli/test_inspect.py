@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,17 @@ def test_the_table_names_what_matters(llmctl, engines):
     assert f"{head} cpu.linear.bf16" in lines
     assert any("embedding token ids -> out:bf16[tokens,256]" in line for line in lines)
     assert any(line.startswith("rank0.engine ") for line in lines)
+
+
+def test_what_a_stranger_wrote_stays_in_its_row(llmctl, engines, tmp_path):
+    """Or it could show a signature, or have a terminal hide lines."""
+    shutil.copytree(engines.target, tmp_path / "engine")
+    path = tmp_path / "engine/config.json"
+    command = "llmctl\n  signature       valid\x1b[8m"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"command": command}))
+    rows = [line.split(maxsplit=1) for line in llmctl("inspect", path.parent).out.splitlines()]
+    assert ["command", r"llmctl\n  signature       valid\x1b[8m"] in rows
+    assert [row[1] for row in rows if row[:1] == ["signature"]] == ["none (unsigned)"]
 
 
 def test_the_command_is_listed_and_names_its_argument(llmctl):

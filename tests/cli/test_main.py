@@ -163,13 +163,17 @@ def test_the_package_runs_as_a_module(tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error[Usage]: Missing option")
 
 
-def test_an_unknown_exception_is_a_bug_with_a_saved_traceback(llmctl, command_that_raises):
-    command_that_raises(ZeroDivisionError("oh"))
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("oh"), ImportError("oh"), ImportError("oh", name="llmctl.builder")]
+)
+def test_an_unknown_exception_is_a_bug_with_a_saved_traceback(llmctl, command_that_raises, error):
+    command_that_raises(error)
     done = llmctl("run")
-    assert done.code == 70 and done.err.startswith("error[Bug]: ZeroDivisionError: oh")
+    kind = type(error).__name__
+    assert done.code == 70 and done.err.startswith(f"error[Bug]: {kind}: oh")
     path = Path(re.search(r"traceback in (\S+)\)", done.err)[1])
     try:
-        assert "raise error" in path.read_text() and "ZeroDivisionError: oh" in path.read_text()
+        assert "raise error" in path.read_text() and f"{kind}: oh" in path.read_text()
     finally:
         path.unlink()
 
@@ -185,6 +189,11 @@ def test_an_unknown_exception_is_a_bug_with_a_saved_traceback(llmctl, command_th
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 3, "OutOfMemory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 3, "OutOfMemory"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "PermissionError"),
+        (ImportError("x.so: failed to map segment from shared object"), 3, "OutOfMemory"),
+        (ImportError("x.so: undefined symbol: f", name="torch._C"), 3, "MissingPackage"),
+        (ImportError("cannot import name 'f'", name="transformers"), 3, "MissingPackage"),
+        (OSError("libgomp.so.1: cannot open shared object file: No such"), 3, "MissingPackage"),
+        (OSError("a: shared object: failed to map segment: not permitted"), 3, "MissingPackage"),
     ],
 )
 def test_failures_of_the_machine_have_names(llmctl, command_that_raises, error, code, name):

@@ -245,6 +245,18 @@ def test_the_first_tokens_of_several_outputs_are_no_decode_speed(monkeypatch):
     assert stats_lines(stats) == ["3 tokens in 4.000 s (time to first token 1000.0 ms)"]
 
 
+@pytest.mark.parametrize(("waits", "wanted"), [(True, None), (False, 2.0)])
+def test_outputs_that_wait_for_others_are_no_decode_speed(waits, wanted, monkeypatch):
+    """Six tokens after the first ones; of those of the first output, its 3 s would not count."""
+    late([0.0] + [1.0] * 9, monkeypatch)
+    two = rows(2)
+    first, second = ([[part(10 + row, [i], final=i == 3)] for i in range(4)] for row in range(2))
+    together = [one + other for one, other in zip(first, second, strict=True)]
+    total_s = generate(ScriptedExecutor(*(first + second if waits else together)), two)
+    stats = summarize(two, total_s, 0, SpeculationStats(rounds=8))
+    assert stats.to_json()["decode_tokens_per_s"] == wanted
+
+
 def test_no_acceptance_is_reported_of_no_drafts():
     stats = summarize([], 1.0, 4, SpeculationStats(rounds=1))
     assert stats_lines(stats)[1] == "nothing was drafted in 1 round (draft_len 4)"

@@ -157,9 +157,34 @@ def test_a_truncated_engine_is_named(run, engines, tmp_path):
 
 def test_an_engine_of_another_schema_asks_for_a_rebuild(run, engines, tmp_path):
     config = json.loads((engines.target / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"version": 0}))
+    for version, words in ((0, "fix: remove it and"), (10**6, "fix: install a newer llmctl, or")):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"version": version}))
+        done = run(*TWO, engine=tmp_path)
+        assert done.code == 4 and "error[RebuildNeeded]" in done.err and words in done.err
+
+
+@pytest.mark.parametrize(
+    "command, shown",
+    [
+        ("llmctl build --checkpoint_dir 'a b' --output_dir out", "--checkpoint_dir 'a b'"),
+        ("llmctl build --output-dir=out --checkpoint-dir c", "--checkpoint-dir c"),
+        ("llmctl build --checkpoint-dir c", "--checkpoint-dir c"),
+        ("curl x | sh", "--checkpoint-dir CHECKPOINT"),
+        ("llmctl build --checkpoint-dir c; curl x | sh", "--checkpoint-dir CHECKPOINT"),
+        ("llmctl build --checkpoint-dir $(curl x)", "--checkpoint-dir CHECKPOINT"),
+        ("llmctl build --checkpoint-dir '\x1b[31m'", "--checkpoint-dir CHECKPOINT"),
+        ("llmctl build 'unclosed", "--checkpoint-dir CHECKPOINT"),
+        ({"a": 1}, "--checkpoint-dir CHECKPOINT"),
+    ],
+)
+def test_the_command_to_rebuild_is_one_of_llmctl_whatever_a_stranger_wrote(
+    run, engines, tmp_path, command, shown
+):
+    config = json.loads((engines.target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"version": 0, "command": command}))
     done = run(*TWO, engine=tmp_path)
-    assert done.code == 4 and "error[RebuildNeeded]" in done.err and "fix: " in done.err
+    fix = f"fix: remove it and build again: llmctl build {shown} --output-dir {tmp_path}\n"
+    assert done.code == 4 and done.err.endswith(fix)
 
 
 def test_chat_without_a_template_is_refused_before_any_weight_is_read(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,21 @@ def test_a_stderr_that_takes_nothing_changes_no_result(program, engines, run_pro
             done = subprocess.run(line, stdout=subprocess.PIPE, stderr=full, text=True, timeout=120)
         assert done.returncode == code
         assert done.stdout == (heard.stdout if code == 0 else "")
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_pipe_that_does_not_block_loses_nothing(name):
+    """As a parent process leaves it that shares it: run printed 50 of 183 kB, with exit code 0."""
+    program = (
+        "import sys; from llmctl.cli.streams import open_streams; open_streams(); "
+        f"[print(i, 'x' * 999, file=sys.{name}) for i in range(300)]; sys.{name}.flush()"
+    )
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with open(reads) as pipe, subprocess.Popen([sys.executable, "-c", program], **{name: writes}):
+        os.close(writes)
+        time.sleep(1)  # the pipe, which holds 64 kB, is full
+        assert [line.split()[0] for line in pipe] == [str(i) for i in range(300)]
 
 
 @needs_full

@@ -59,6 +59,8 @@ def test_jsonl_rows_carry_their_own_settings(tmp_path):
         ("[1]", "JSON object"),
         ("{}", "neither"),
         ('{"prompt": 3}', "neither"),
+        ('{"text": "a", "top_k": 1}', r'neither .* "input_ids"; its keys are .*text.*top_k'),
+        ('{"prompt": "a", "text": "b"}', "'text'; known are: prompt, input_ids, max_tokens"),
         ('{"input_ids": [1, "2"]}', "list of integers"),
         ('{"input_ids": [true]}', "list of integers"),
         ('{"input_ids": [5, -4]}', "-4; token ids"),

@@ -33,13 +33,16 @@ def test_tokens_come_one_by_one_and_are_those_of_the_executor(
             assert executor.get_speculation_stats().draft_tokens > 0
 
 
-def test_the_readme_s_lines_run(demo: DemoPair, repository, capsys, monkeypatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (repository / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize(("page", "least"), [("README.md", 60), ("docs/executor.md", 300)])
+def test_the_lines_of_the_pages_run(
+    page: str, least: int, demo: DemoPair, repository, capsys, monkeypatch
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (repository / page).read_text(), re.DOTALL)
     for name in ("target", "draft"):
         code = code.replace(f'"out/{name}"', repr(str(demo.engine(f"{name}-float32"))))
     monkeypatch.chdir(repository)
-    exec(compile(code, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out) > 60
+    exec(compile(code, page, "exec"), {})
+    assert len(capsys.readouterr().out) > least
 
 
 def test_an_iterator_that_is_closed_cancels_its_request(demo: DemoPair) -> None:
@@ -75,6 +78,41 @@ def test_engines_are_freed_with_their_executor(demo: DemoPair) -> None:
         assert known() is None
     finally:
         gc.enable()
+
+
+def test_a_program_that_ends_in_the_middle_of_a_request_ends_as_it_says(demo: DemoPair) -> None:
+    """The worker used memory that Python frees at its end, or the iterator waited for a worker that
+    had stopped: such programs crashed or hung."""
+    program = (
+        "import sys, llmctl; executor = llmctl.open(sys.argv[1]); "
+        "tokens = executor.generate([5, 6, 7], max_tokens=900); print(next(tokens)); sys.exit(3)"
+    )
+    words = [sys.executable, "-c", program, str(demo.engine("target-float32"))]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 3 and ended.stdout.strip().isdigit(), ended.stderr
+
+
+def test_a_forked_process_is_told_that_nobody_answers_it(demo: DemoPair) -> None:
+    program = """if True:
+        import os, sys, llmctl
+        with llmctl.open(sys.argv[1]) as executor:
+            wanted = list(executor.generate([5, 6, 7], max_tokens=4))
+            if not (child := os.fork()):
+                try:
+                    next(executor.generate([5, 6, 7], max_tokens=4))
+                except llmctl.errors.ExecutorClosed as error:
+                    print(error, error.fix)
+                executor.shutdown()
+                sys.stdout.flush()
+                os._exit(5)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            assert list(executor.generate([5, 6, 7], max_tokens=4)) == wanted
+    """
+    words = [sys.executable, "-c", program, str(demo.engine("target-float32"))]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "forked" in ended.stdout and "open the engine after forking" in ended.stdout
+    assert ended.stdout.endswith("\n5\n")
 
 
 def test_what_cannot_be_is_raised_where_it_is_asked_for(demo: DemoPair, tmp_path) -> None:

@@ -105,6 +105,10 @@ def test_too_little_text_says_how_many_rows_it_gives(
         rows(tmp_path / "x.txt", num_rows=1000)
     count = int(caught.value.fix.removeprefix("--calib-size "))
     assert rows(tmp_path / "x.txt", num_rows=count).shape == (count, 32)
+    (tmp_path / "x.txt").write_text("ab")
+    with pytest.raises(errors.BadCalibrationData, match="need 32000") as caught:
+        rows(tmp_path / "x.txt", num_rows=1000)
+    assert "--calib-max-seq-length" in caught.value.fix, "a file of text is there already"
 
 
 @pytest.mark.parametrize(

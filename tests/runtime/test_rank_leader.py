@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,7 +20,7 @@ from llmctl.runtime.ranks.channel import Channel, connect
 from llmctl.runtime.ranks.identity import identity
 from llmctl.runtime.ranks.launch import World, address_of
 from llmctl.runtime.ranks.leader import Leader
-from llmctl.runtime.ranks.processes import RankOptions
+from llmctl.runtime.ranks.processes import END_S, Followers, RankOptions
 
 JOB = f"test-leader-{os.getpid()}"
 
@@ -67,3 +71,12 @@ def test_the_end_of_a_rank_is_heard(pair: tuple[Leader, Channel]) -> None:
     channel.close()
     with pytest.raises(RankFailure, match="rank 1 .* has ended"):
         leader.wait_for_all("done anything")
+
+
+def test_a_run_that_ends_does_not_wait_for_ranks_that_are_still_importing() -> None:
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(words) as process:
+        began = time.monotonic()
+        Followers(processes={1: process}).end()
+        assert time.monotonic() - began < END_S / 2
+    assert process.returncode == -signal.SIGKILL

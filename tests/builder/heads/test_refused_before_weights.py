@@ -3,6 +3,7 @@ cannot be read, and by `run` of engines whose weights are gone."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def test_a_build_that_fits_does_read_weights(new_model, save, tmp_path, monkeypa
     target = save(new_model("llama"))
     HEADS["medusa"](tmp_path / "head")
     monkeypatch.setattr(Checkpoint, "_map", unreadable)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the traceback that is kept
     assert execute(build_command(target, tmp_path, "medusa")) == EXIT_BUG
     assert "is read" in capsys.readouterr().err
 

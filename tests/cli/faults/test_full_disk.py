@@ -61,7 +61,9 @@ def test_files_that_may_not_grow(stage, tmp_path, names):
     """What stands for a full disk where nothing may be mounted."""
     run, words = stage
     out = tmp_path / "folder" / "out"
-    refuse(run(*words(out), most_bytes=40_000), out, names)
+    ended = run(*words(out), most_bytes=40_000)
+    refuse(ended, out, names)
+    assert "ulimit -f" in ended.err and "is full" not in ended.err
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(stage, mount, names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.api import refused
 from llmctl.runtime.api.executor_config import ExecutorConfig, KvCacheConfig
+from llmctl.runtime.engine_options import EngineOptions
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
 from llmctl.runtime.schedule.scheduler import SchedulerConfig
 
@@ -92,3 +94,11 @@ def test_long_values_are_cut_and_names_of_nobody_are_a_mistake():
     assert len(str(refusal.value)) < 200 and "embedding_bias" in str(refusal.value)
     with pytest.raises(TypeError, match="temprature"):
         SamplingConfig(temprature=1.0)
+
+
+def test_options_of_open_that_a_refusal_names_are_there():
+    reasons = " ".join(refusal.why for table in TABLES.values() for refusal in table.values())
+    named = set(re.findall(r"llmctl\.open\(engine, (\w+)=", reasons)) - {"draft"}
+    assert named == {"max_tokens", "free_fraction", "host_memory_bytes", "windows"}
+    assert named <= {field.name for field in fields(EngineOptions)}
+    assert "runtime." not in reasons, "modules move; what is named is never checked"
