@@ -34,6 +34,8 @@ GENERATION = [  # model, FP8 keys, batch, tokens a request, context
 LONG = [  # the same of long contexts
     *((m, True, 1, 1, n) for m in ("70B", "8B") for n in (4096, 8192, 16384, 32768, 131072)),
     *((m, True, 1, 11, n) for m in ("70B", "8B") for n in (8192, 32768, 131072)),
+    # No powers of two: work items have lengths with which those are divided most evenly.
+    *((m, True, 1, t, n) for m in ("70B", "8B") for t in (1, 11) for n in (34000, 40000)),
     ("8B", True, 1, 4, 32768),
     ("70B", False, 1, 1, 32768),
     ("1B", True, 1, 1, 32768),
