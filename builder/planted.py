@@ -23,12 +23,12 @@ from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo
 from llmctl.quantize.format import (
     CONFIG_FILE,
-    QUANT_CONFIG_FILE,
     find_scheme,
     has_file,
     quantization_documents,
     read_json,
     read_quantization,
+    read_stated_quantization,
 )
 
 LOAD_FORMATS = ("auto", "dummy", "planted")
@@ -134,12 +134,11 @@ def open_config(folder: Path) -> Checkpoint:
 
     Raises CheckpointNotFound, CorruptFile, UnknownQuantization.
     """
-    path, nested_path = folder / CONFIG_FILE, folder / QUANT_CONFIG_FILE
+    path = folder / CONFIG_FILE
     if not has_file(path):
         raise CheckpointNotFound(f"{path} does not exist", fix="give a folder with config.json")
     config = read_json(path)
-    nested = read_json(nested_path) if has_file(nested_path) else None
-    return Checkpoint(folder, config, {}, read_quantization(config, nested, str(path)))
+    return Checkpoint(folder, config, {}, read_stated_quantization(folder, config))
 
 
 def require_generator(load_format: LoadFormat, backend: str, mode: str) -> None:

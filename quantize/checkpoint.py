@@ -26,14 +26,13 @@ from llmctl.errors import (
 from llmctl.quantize.format import (
     CONFIG_FILE,
     INDEX_FILE,
-    QUANT_CONFIG_FILE,
     SINGLE_FILE,
     TOKENIZER_FILES,
     QuantizationInfo,
     has_file,
     parse_json,
     read_json,
-    read_quantization,
+    read_stated_quantization,
     shown,
 )
 
@@ -100,9 +99,7 @@ class Checkpoint:
         if not has_file(config_path):
             raise CheckpointNotFound(f"{config_path} does not exist")
         config = read_json(config_path)
-        nested_path = path / QUANT_CONFIG_FILE
-        nested = read_json(nested_path) if has_file(nested_path) else None
-        quantization = read_quantization(config, nested, str(config_path))
+        quantization = read_stated_quantization(path, config)
         return cls(path, config, _read_headers(path), quantization)
 
     def read(self, name: str) -> torch.Tensor:

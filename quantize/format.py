@@ -80,6 +80,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(path.read_bytes(), str(path))
 
 
+def read_stated_quantization(folder: Path, config: dict[str, Any]) -> QuantizationInfo | None:
+    """What config.json of a folder, which is `config`, or hf_quant_config.json beside it says of
+    its weights; None: nothing. Raises CorruptFile or UnknownQuantization."""
+    nested = folder / QUANT_CONFIG_FILE
+    stated = read_json(nested) if has_file(nested) else None
+    return read_quantization(config, stated, str(folder / CONFIG_FILE))
+
+
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """Parse one JSON object strictly; `where` names its origin in errors. Raises CorruptFile."""
     try:

@@ -21,12 +21,11 @@ from llmctl.quantize.checkpoint import DTYPES, Checkpoint, TensorInfo, read_head
 from llmctl.quantize.format import (
     CONFIG_FILE,
     INDEX_FILE,
-    QUANT_CONFIG_FILE,
     SINGLE_FILE,
     QuantizationInfo,
     has_file,
     read_json,
-    read_quantization,
+    read_stated_quantization,
 )
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -65,10 +64,9 @@ def _open(folder: Path) -> Checkpoint:
     heads = folder / HEADS_FILE
     if not has_file(heads) or any(has_file(folder / name) for name in (SINGLE_FILE, INDEX_FILE)):
         return Checkpoint.open(folder)
-    path, nested = folder / CONFIG_FILE, folder / QUANT_CONFIG_FILE
+    path = folder / CONFIG_FILE
     config = {"model_type": "medusa"} | (read_json(path) if has_file(path) else {})
-    stated = read_json(nested) if has_file(nested) else None
-    quantization = read_quantization(config, stated, str(path))
+    quantization = read_stated_quantization(folder, config)
     return Checkpoint(folder, config, read_header(heads), quantization)
 
 

@@ -51,12 +51,11 @@ from llmctl.errors import (
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo, read_header
 from llmctl.quantize.format import (
     CONFIG_FILE,
-    QUANT_CONFIG_FILE,
     SINGLE_FILE,
     QuantizationInfo,
     has_file,
     read_json,
-    read_quantization,
+    read_stated_quantization,
 )
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def open_head(folder: Path) -> OpenedHead:
     Raises CheckpointNotFound, CorruptFile, PickleCheckpoint, UnexpectedTensor, UnknownQuantization,
     Unsupported and BadConfig (a whole model).
     """
-    path, nested_path = folder / CONFIG_FILE, folder / QUANT_CONFIG_FILE
+    path = folder / CONFIG_FILE
     refuse_model(folder)
     if not has_file(path):
         raise CheckpointNotFound(
@@ -165,8 +164,7 @@ def open_head(folder: Path) -> OpenedHead:
     stated = None if any(name.startswith(MIDLAYER) for name in stored) else config.num_layers
     num_layers = count_layers(file, numbers, stated)
     version = 3 if any(name in found for name in ONLY_OF_3) else 1  # what the last version added
-    nested = read_json(nested_path) if has_file(nested_path) else None
-    quantization = read_quantization(read_json(path), nested, str(path))
+    quantization = read_stated_quantization(folder, read_json(path))
     return OpenedHead(config, version, num_layers, file, found, held, quantization)
 
 

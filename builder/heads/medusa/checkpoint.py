@@ -25,12 +25,11 @@ from llmctl.errors import (
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo, read_header
 from llmctl.quantize.format import (
     CONFIG_FILE,
-    QUANT_CONFIG_FILE,
     SINGLE_FILE,
     QuantizationInfo,
     has_file,
     read_json,
-    read_quantization,
+    read_stated_quantization,
 )
 
 if TYPE_CHECKING:
@@ -106,9 +105,9 @@ def open_heads(folder: Path | None, target: Checkpoint) -> MedusaHeads:
             )
         return _check(target.path, own, {}, target.quantization)
     refuse_model(folder)
-    config = _read_if_there(folder / CONFIG_FILE) or {}
-    nested = _read_if_there(folder / QUANT_CONFIG_FILE)
-    info = read_quantization(config, nested, str(folder / CONFIG_FILE))
+    path = folder / CONFIG_FILE
+    config = read_json(path) if has_file(path) else {}
+    info = read_stated_quantization(folder, config)
     held: Mapping[str, torch.Tensor] = {}
     safe, pickled, whole = (folder / name for name in (SAFE_FILE, PICKLED_FILE, SINGLE_FILE))
     if has_file(safe):
@@ -189,10 +188,6 @@ def _check(
                 fix="fetch the heads again",
             )
     return MedusaHeads(where, layout, hidden_size, vocab_size, tensors, held, quantization)
-
-
-def _read_if_there(path: Path) -> dict[str, Any] | None:
-    return read_json(path) if has_file(path) else None
 
 
 def _matrix(where: Path, name: str, shape: tuple[int, ...]) -> tuple[int, int]:

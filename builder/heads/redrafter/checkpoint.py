@@ -41,12 +41,11 @@ from llmctl.errors import (
 from llmctl.quantize.checkpoint import Checkpoint, TensorInfo, read_header
 from llmctl.quantize.format import (
     CONFIG_FILE,
-    QUANT_CONFIG_FILE,
     SINGLE_FILE,
     QuantizationInfo,
     has_file,
     read_json,
-    read_quantization,
+    read_stated_quantization,
 )
 
 CONVERTED_FILE, SECOND_RANK = "rank0.safetensors", "rank1.safetensors"
@@ -128,9 +127,7 @@ def open_head(folder: Path) -> RecurrentHead:
         raise CheckpointNotFound(f"{path} does not exist", fix=_WANTED)
     config = read_json(path)
     is_converted = _is_converted(config)
-    nested_path = folder / QUANT_CONFIG_FILE
-    nested = read_json(nested_path) if has_file(nested_path) else None
-    quantization = read_quantization(config, nested, str(path))
+    quantization = read_stated_quantization(folder, config)
     file = folder / (CONVERTED_FILE if is_converted else SINGLE_FILE)
     if not has_file(file):
         raise CheckpointNotFound(f"{folder} has no {file.name}", fix=_WANTED)
