@@ -22,7 +22,7 @@ DEFINITIONS = {
     "itl_ms": "inter-token latency: time between responses; tokens of a round come together",
     "tpot_ms": "time per output token: (last token - first token) / (output tokens - 1)",
     "e2e_ms": "end to end: last token - submission",
-    "gen_tok_s": "generation speed of a request, from its third response on: "
+    "gen_tok_s": "generation speed of a request with three responses or more, read apart: "
     "(output tokens - 1) / (last - first token)",
     "request_throughput_req_s": "finished requests / (last token - first submission)",
     "system_output_throughput_tok_s": "output tokens / (last token - first submission)",
