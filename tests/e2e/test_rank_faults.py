@@ -56,7 +56,9 @@ def test_a_rank_that_dies_ends_the_run(ranks: Ranks, number: signal.Signals, sai
 
 
 def test_a_rank_that_hangs_ends_the_run(ranks: Ranks) -> None:
-    leader = ranks.start(*ENDLESS, "--rank-timeout", 1)
+    soon = "import llmctl.runtime.ranks.processes as p; p.END_S = 0.5"  # then it is killed
+    program = [sys.executable, "-c", WRAPPED, soon]
+    leader = ranks.launch(program, (*ENDLESS, "--rank-timeout", 1), {})
     pid = ranks.follower(leader)
     os.kill(pid, signal.SIGSTOP)
     code, err = end_of(leader, END_S)
