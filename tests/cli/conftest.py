@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmctl.cli.main import execute
 
+TEXT = Path(__file__).resolve().parents[2] / "examples/heldout.txt"
 BOS, EOS = "<|begin|>", "<|end|>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}"
@@ -36,7 +37,7 @@ def write_tokenizer(folder: Path, **config: object) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([Path(json.__file__).read_text()], trainer)
+    tokenizer.train_from_iterator([TEXT.read_text()[:14_000]], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     base = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
     (folder / "tokenizer_config.json").write_text(json.dumps(base | config))
