@@ -53,7 +53,8 @@ class Sampler:
                 ngrams = NgramBans(params.no_repeat_ngram_size)
                 self._ngrams[sequence.sequence_id] = ngrams
             banned = ngrams.after(sequence.tokens, path)
-        tail = (*sequence.tokens[len(sequence.tokens) - reach :], *path) if reach else ()
+        begin = max(0, len(sequence.tokens) - reach)  # the longest word may be longer than they
+        tail = (*sequence.tokens[begin:], *path) if reach else ()
         return SamplingRow(
             params=params,
             seed=sequence.seed,
