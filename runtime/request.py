@@ -1,4 +1,4 @@
-"""The data types of the runtime: what a user asks for, what one step runs, what comes back.
+"""What a user asks for and what one step runs; `response.py` has what comes back.
 
 Plain data, no tensors and no policy. Field names are those of TensorRT-LLM's executor API, in
 snake_case.
@@ -19,7 +19,6 @@ from llmctl.runtime.api.retention import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import LookaheadDecodingConfig
-    from llmctl.runtime.stats.request_metrics import RequestPerfMetrics
 
 
 class FinishReason(enum.Enum):
@@ -261,38 +260,6 @@ class Batch:
     def slices(self) -> tuple[Slice, ...]:
         """All slices in packed row order."""
         return self.context + self.generation
-
-
-@dataclass(slots=True)  # not frozen, here and below: creating frozen ones takes five times as long
-class Result:
-    """Tokens of one sequence. Streaming responses contain only the new ones unless requested
-    otherwise."""
-
-    sequence_index: int
-    output_token_ids: tuple[int, ...]
-    is_sequence_final: bool
-    is_final: bool  # the last response of the whole request
-    finish_reason: FinishReason
-    log_probs: tuple[float, ...] | None = None
-    cum_log_prob: float | None = None
-    # How the tokens were made; not part of the result itself. Steps with the request so far:
-    decoding_iter: int = field(default=0, compare=False)
-    request_perf_metrics: RequestPerfMetrics | None = field(default=None, compare=False)
-
-
-@dataclass(slots=True)
-class Response:
-    """Either a result or the error that ended the request; never both."""
-
-    request_id: int
-    client_id: int | None = None
-    result: Result | None = None
-    error: Exception | None = None
-
-    @property
-    def has_error(self) -> bool:
-        """True when the request failed or was refused."""
-        return self.error is not None
 
 
 def _require(condition: bool, name: str, found: object, wanted: str) -> None:
