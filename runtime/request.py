@@ -69,7 +69,7 @@ class SamplingConfig:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0  # no sequence of so many tokens occurs twice; 0: no limit
-    min_tokens: int = 0  # end_id and stop words are ignored before this many new tokens
+    min_tokens: int = 0  # before this many new tokens, end ids are banned and stop words ignored
     num_return_sequences: int = 1  # sequence i samples with seed + i
     # Lossy, and for drafts of sampled requests alone; None: a draft never changes the text.
     typical_acceptance: TypicalAcceptance | None = None
@@ -122,7 +122,8 @@ class OutputConfig:
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt. Stop and bad words are lists of token ids; the tokens of a stop word are kept in
-    the output. An end_id of -1 means none."""
+    the output. An end_id of -1 means none. further_end_ids: of a model that has several; each ends
+    an output as end_id does."""
 
     input_token_ids: tuple[int, ...]
     max_tokens: int
@@ -130,6 +131,7 @@ class Request:
     output_config: OutputConfig = field(default_factory=OutputConfig)
     streaming: bool = False
     end_id: int | None = None
+    further_end_ids: tuple[int, ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     client_id: int | None = None
@@ -154,6 +156,11 @@ class Request:
         for name in ("stop_words", "bad_words"):
             words = getattr(self, name)
             _require(all(words), name, "an empty word", "token-id lists of at least one token")
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """All ids that end an output."""
+        return self.further_end_ids if self.end_id is None else (self.end_id, *self.further_end_ids)
 
     def without_window(self) -> Request:
         """The same request for an executor without lookahead decoding, which refuses windows."""

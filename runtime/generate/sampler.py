@@ -37,7 +37,7 @@ class Sampler:
         params = request.sampling_config
         if not params.is_greedy or not is_by_logits(request):
             return False
-        return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
+        return sequence.num_new_tokens >= params.min_tokens or not request.end_ids
 
     def row(
         self, sequence: Sequence, path: Tokens[int] = (), stream: int = TARGET_STREAM

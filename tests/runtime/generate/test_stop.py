@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import NoBadWordsLogitsProcessor
+from transformers import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
@@ -31,6 +31,30 @@ def test_the_end_id_cuts_the_run_after_itself(place):
     run[place] = 9
     found = first_stop(sequence_of([], end_id=9), run)
     assert found == (place + 1, FinishReason.END_ID)
+
+
+@pytest.mark.parametrize("end_id", [None, 4])
+def test_further_end_ids_end_as_the_first_does(end_id):
+    sequence = sequence_of([], end_id=end_id, further_end_ids=(8, 9))
+    assert first_stop(sequence, [5, 9, 5]) == (2, FinishReason.END_ID)
+    assert first_stop(sequence, [5, 8, 9]) == (2, FinishReason.END_ID)
+    assert first_stop(sequence, [5, 6, 5]) == (3, FinishReason.NOT_FINISHED)
+
+
+@pytest.mark.parametrize("end_id", [None, 4])
+@pytest.mark.parametrize("num_new", range(4))
+def test_no_end_id_comes_before_min_tokens_as_in_transformers(end_id, num_new):
+    config = SamplingConfig(min_tokens=2)
+    request = Request(PROMPT, 9, config, end_id=end_id, further_end_ids=(0, 7))
+    sequence = Sequence(1, 1, request, 0, [*PROMPT, *range(num_new)], len(PROMPT), 12)
+    ends = [0, 7] if end_id is None else [end_id, 0, 7]
+    scores = MinNewTokensLengthLogitsProcessor(len(PROMPT), 2, ends, device="cpu")(
+        torch.tensor([sequence.tokens]), torch.zeros(1, 10)
+    )
+    wanted = torch.nonzero(torch.isinf(scores[0])).flatten().tolist()
+    sampler = Sampler(10, ReferenceSampling())
+    assert sorted(sampler.row(sequence).banned) == wanted
+    assert sampler.is_plain(sequence) is not bool(wanted)
 
 
 @pytest.mark.parametrize("place", range(2, 7))
