@@ -53,7 +53,9 @@ class Sampler:
                 ngrams = NgramBans(params.no_repeat_ngram_size)
                 self._ngrams[sequence.sequence_id] = ngrams
             banned = ngrams.after(sequence.tokens, path)
-        tail = (*sequence.tokens[len(sequence.tokens) - reach :], *path) if reach else ()
+        # max: a history shorter than the longest word would otherwise lose its first tokens
+        start = max(0, len(sequence.tokens) - reach)
+        tail = (*sequence.tokens[start:], *path) if reach else ()
         return SamplingRow(
             params=params,
             seed=sequence.seed,

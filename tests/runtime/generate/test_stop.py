@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import random
 
+import pytest
+import torch
+from transformers import NoBadWordsLogitsProcessor
+
+from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.generate.stop import banned_next, first_stop
 from llmctl.runtime.request import FinishReason, OutputConfig, Request, SamplingConfig, Sequence
 
@@ -97,3 +103,23 @@ def test_whatever_offset_a_stop_has_in_an_accepted_run_the_output_ends_there(fak
         stats = harness.loop.stats  # a round ends in a draft only where the stop was one
         assert stats.accepted_tokens + stats.rounds - (len(wanted) - 1) in (0, 1)
     assert len(wanted_offsets) >= min(draft_len, 3)
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 9))
+def test_bad_words_of_several_lengths_ban_what_transformers_bans(num_tokens: int) -> None:
+    draws = random.Random(num_tokens)
+    for _ in range(40):
+        ids = draws.choices(range(4), k=num_tokens)
+        words = tuple(
+            tuple(draws.choices(range(4), k=length)) for length in draws.sample(range(1, 9), 3)
+        )
+        masked = NoBadWordsLogitsProcessor([list(word) for word in words])(
+            torch.tensor([ids]), torch.zeros(1, 4)
+        )
+        wanted = set(masked[0].isinf().nonzero().flatten().tolist())
+        for num_drafts in {0, num_tokens // 2}:  # of which the last tokens of the history are
+            committed = ids[: num_tokens - num_drafts]
+            request = Request(tuple(committed), 9, bad_words=words)
+            sequence = Sequence(0, 0, request, 0, list(committed), len(committed), 20)
+            row = Sampler(4, ReferenceSampling()).row(sequence, ids[len(committed) :])
+            assert set(row.banned) == wanted, (ids, words, num_drafts)
