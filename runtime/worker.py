@@ -220,9 +220,9 @@ class Worker:
     def _retire(self, tracked: TrackedRequest, responses: list[Response]) -> None:
         # Post before releasing, so that the request has its response even if releasing raises.
         del self._active[tracked.request_id]
-        self._mailbox.post(responses)
-        if not tracked.is_started:
+        if not tracked.is_started:  # before whoever reads its end takes its place in the queue
             self._inbox.leave_queue(1)
+        self._mailbox.post(responses)
         for sequence in tracked.sequences:
             self.scheduler.cancel(sequence)
             self._forget(sequence)
