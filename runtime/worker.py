@@ -21,7 +21,8 @@ from llmctl.runtime.assembly import Parts
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.loop import StepReport
-from llmctl.runtime.request import FinishReason, Response, Sequence
+from llmctl.runtime.request import FinishReason, Sequence
+from llmctl.runtime.response import Response
 from llmctl.runtime.schedule.admission import check_token_ids
 
 IDLE_S = 0.05  # without requests, before graphs are captured ahead of need

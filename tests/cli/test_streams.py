@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from llmctl.cli.bench import publish
-from llmctl.cli.output_files import replacing
-from llmctl.cli.run import session
+from llmctl.cli.output_files import keeping, replacing
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")
@@ -110,7 +109,7 @@ def test_generated_text_is_printed_where_its_file_does_not_fit(
 ):
     line = ["run", "--engine-dir", engines.target, "--input-text", "a", "--max-output-len", 3]
     wanted = llmctl(*line)
-    monkeypatch.setattr(session, "write_csv", full_disk)
+    monkeypatch.setattr(keeping, "append", full_disk)
     done = llmctl(*line, "--output-csv", tmp_path / "out.csv")
     assert done.code == 3 and "error[OutOfDisk]" in done.err and done.out == wanted.out != ""
     done = llmctl(*line, "--output-csv", tmp_path / "out.csv", "--json")
