@@ -70,7 +70,7 @@ class SamplingConfig:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0  # no sequence of so many tokens occurs twice; 0: no limit
-    min_tokens: int = 0  # end ids and stop words are ignored before this many new tokens
+    min_tokens: int = 0  # end_id and stop words are ignored before this many new tokens
     num_return_sequences: int = 1  # sequence i samples with seed + i
     # Lossy, and for drafts of sampled requests alone; None: a draft never changes the text.
     typical_acceptance: TypicalAcceptance | None = None
@@ -139,7 +139,6 @@ class Request:
     max_draft_len: int | None = None  # the most drafts per round; None: the executor decides
     priority: float = 0.5  # 0 to 1: higher starts earlier and is paused later
     lookahead_config: LookaheadDecodingConfig | None = None  # None: the executor's
-    more_end_ids: tuple[int, ...] = ()  # which end an output as end_id does
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -148,7 +147,8 @@ class Request:
         _require(self.end_id is None or self.end_id >= 0, "end_id", self.end_id, ">= -1")
         _require(len(self.input_token_ids) > 0, "input_token_ids", "empty", "at least one token")
         _require(self.max_tokens > 0, "max_tokens", self.max_tokens, "> 0")
-        _require((self.max_draft_len or 0) >= 0, "max_draft_len", self.max_draft_len, ">= 0")
+        most = self.max_draft_len
+        _require(most is None or most >= 0, "max_draft_len", most, ">= 0")
         _require(0 <= self.priority <= 1, "priority", self.priority, "from 0 to 1")
         time_ms = self.allotted_time_ms
         _require(time_ms is None or time_ms > 0, "allotted_time_ms", time_ms, "> 0")

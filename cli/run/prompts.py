@@ -203,13 +203,14 @@ def _request(
 ) -> Request:
     settings = dict(prompt.settings)
     end_id: int | None = tokenizer.end_id
-    others: list[int] = []
+    end_words: list[tuple[int, ...]] = []
     if options.end_id is not None:
         end_id = options.end_id if options.end_id >= 0 else None
-    else:
+    else:  # a request has one end id; further ones end it as words of one token
         others = [item for item in model_end_ids if item != end_id]
         if end_id is None and others:
             end_id = others.pop(0)
+        end_words = [(item,) for item in others]
     stop = _words(settings.pop("stop_words", None), options.stop_words, index, tokenizer)
     bad = _words(settings.pop("bad_words", None), options.bad_words, index, tokenizer)
     priority, window = settings.pop("priority", 0.5), row_window(settings)
@@ -220,8 +221,7 @@ def _request(
         output_config=OutputConfig(return_log_probs=options.needs_log_probs),
         streaming=True,  # the time to the first token is part of every report
         end_id=end_id,
-        more_end_ids=tuple(others),
-        stop_words=stop,
+        stop_words=(*stop, *end_words),
         bad_words=bad,
         priority=priority,
         lookahead_config=window,

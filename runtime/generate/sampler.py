@@ -18,7 +18,7 @@ from llmctl.plugins.ops.sampling.spec import (
     has_penalties,
 )
 from llmctl.runtime.generate.repetition import NgramBans
-from llmctl.runtime.generate.stop import bad_word_reach, banned_next, end_ids
+from llmctl.runtime.generate.stop import bad_word_reach, banned_next
 from llmctl.runtime.request import Request, Sequence
 
 
@@ -37,7 +37,7 @@ class Sampler:
         params = request.sampling_config
         if not params.is_greedy or not is_by_logits(request):
             return False
-        return not end_ids(request) or sequence.num_new_tokens >= params.min_tokens
+        return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
 
     def row(
         self, sequence: Sequence, path: Tokens[int] = (), stream: int = TARGET_STREAM

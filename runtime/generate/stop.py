@@ -1,7 +1,7 @@
 """Where a run of newly accepted tokens ends: end id, stop words, length.
 
 A run is scanned token by token in order, and everything after the first stop is dropped before
-anything is committed, so tokens, log-probs and cache lengths are cut at the same place. An end id
+anything is committed, so tokens, log-probs and cache lengths are cut at the same place. The end id
 and the tokens of a stop word are kept.
 """
 
@@ -12,27 +12,21 @@ from collections.abc import Sequence as Tokens
 from llmctl.runtime.request import FinishReason, Request, Sequence
 
 
-def end_ids(request: Request) -> tuple[int, ...]:
-    """Every id that ends an output of the request."""
-    more = request.more_end_ids
-    return more if request.end_id is None else (request.end_id, *more)
-
-
 def first_stop(sequence: Sequence, run: Tokens[int]) -> tuple[int, FinishReason]:
     """(tokens of `run` to keep, reason). The run continues sequence.tokens, not yet extended.
 
-    End ids are tested before stop words and those before the length limit. No earlier than the
+    The end id is tested before stop words and those before the length limit. No earlier than the
     request's min_tokens; a stop word lies wholly in the output, possibly begun in earlier rounds.
     """
     request = sequence.request
-    room, ends = sequence.max_len - len(sequence.tokens), end_ids(request)
-    if len(run) < room and not request.stop_words and not any(end in run for end in ends):
+    room = sequence.max_len - len(sequence.tokens)
+    if len(run) < room and not request.stop_words and request.end_id not in run:
         return len(run), FinishReason.NOT_FINISHED  # the common case
     num_new_tokens = sequence.num_new_tokens
     for index, token in enumerate(run):
         num_kept = index + 1
         is_due = num_new_tokens + num_kept >= request.sampling_config.min_tokens
-        if token in ends and is_due:
+        if token == request.end_id and is_due:
             return num_kept, FinishReason.END_ID
         if request.stop_words and is_due and _ends_in_stop_word(sequence, run[:num_kept]):
             return num_kept, FinishReason.STOP_WORDS
@@ -55,15 +49,15 @@ def banned_next(request: Request, tail: Tokens[int], num_new_tokens: int) -> tup
     drafts on the path included), when `num_new_tokens` output tokens exist before them.
 
     An id is banned when it would complete a bad word, which may begin in the prompt, and the end
-    ids are banned while they would come before min_tokens.
+    id is banned while it would come before min_tokens.
     """
     banned = [
         word[-1]
         for word in request.bad_words
         if len(word) == 1 or tuple(tail[-(len(word) - 1) :]) == word[:-1]
     ]
-    if num_new_tokens < request.sampling_config.min_tokens:
-        banned += end_ids(request)
+    if request.end_id is not None and num_new_tokens < request.sampling_config.min_tokens:
+        banned.append(request.end_id)
     return tuple(banned)
 
 

@@ -40,7 +40,6 @@ from llmctl.runtime.engines.graphs import (
     kv_buckets,
 )
 from llmctl.runtime.generate.sampler import is_by_logits
-from llmctl.runtime.generate.stop import end_ids
 from llmctl.runtime.generate.synthetic_acceptance import DeviceAcceptanceDraws, SyntheticAcceptance
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.device_steps import DeviceSteps, RoundShape
@@ -160,11 +159,12 @@ class CudaRoundRunner:
         """True unless a token depends on more than logits, seed and position, or drafting lacks
         what it begins with."""
         request = sequence.request
+        params = request.sampling_config
         if not self.drafter.can_draft(sequence):
             return False
         if not is_by_logits(request) or request.output_config.return_log_probs:
             return False
-        return not end_ids(request) or sequence.num_new_tokens >= request.sampling_config.min_tokens
+        return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
 
     def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
         """Capture the graphs of rounds of up to so many sequences, running each on padding, and

@@ -162,7 +162,6 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         ("stop_words", request.stop_words),
         ("bad_words", request.bad_words),
         ("end_id", () if request.end_id is None else ((request.end_id,),)),
-        ("more_end_ids", (request.more_end_ids,) if request.more_end_ids else ()),
     )
     for name, lists in words:
         for ids in lists:

@@ -124,19 +124,6 @@ def test_stop_words_end_the_text_and_bad_words_never_appear(outputs, engines):
             assert all(text[i : i + len(word)] != word for i in range(len(text)))
 
 
-def test_every_end_id_of_the_model_is_an_end_id_of_the_request(engines):
-    from llmctl.cli.run.prompts import PromptOptions, make_rows
-    from llmctl.cli.run.text_io import Prompt
-    from llmctl.cli.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(engines.target / "tokenizer")
-    for flag, wanted in ((None, (tokenizer.end_id, (70, 71))), (70, (70, ())), (-1, (None, ()))):
-        options = PromptOptions(4, end_id=flag)
-        (row,) = make_rows([Prompt("x", None, {})], options, tokenizer, [70, tokenizer.end_id, 71])
-        assert row.request is not None and row.request.stop_words == ()
-        assert (row.request.end_id, row.request.more_end_ids) == wanted
-
-
 def test_the_end_id_ends_an_output_and_is_overridden_by_minus_one(outputs):
     (plain,) = outputs("--input-text", "x =", "--end-id", "-1", tokens=6)
     assert plain["finish_reason"] == "length" and len(plain["token_ids"]) == 6

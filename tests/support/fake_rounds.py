@@ -8,7 +8,6 @@ from llmctl.plugins.ops.sampling.reference import sample_rows
 from llmctl.plugins.ops.sampling.spec import SamplingRow
 from llmctl.runtime.drafting.cache_groups import DRAFT_GROUP
 from llmctl.runtime.generate.sampler import is_by_logits
-from llmctl.runtime.generate.stop import end_ids
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.rounds.rounds import RoundReport, RoundResult
 from support.fake_engine import FakeEngine
@@ -35,7 +34,7 @@ class FakeRunner:
         params = request.sampling_config
         if not is_by_logits(request) or request.output_config.return_log_probs:
             return False
-        return not end_ids(request) or sequence.num_new_tokens >= params.min_tokens
+        return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
 
     def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
         pass

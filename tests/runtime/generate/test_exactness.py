@@ -43,7 +43,6 @@ def random_request(generator: np.random.Generator, pool: list[list[int]]) -> Req
         end_id=int(generator.integers(VOCAB)) if generator.random() < 0.5 else None,
         stop_words=tuple(words[1:3]) if generator.random() < 0.4 else (),
         bad_words=(words[0], words[3]) if generator.random() < 0.4 else (),
-        more_end_ids=words[1] if generator.random() < 0.3 else (),
     )
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from transformers import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
+from transformers import NoBadWordsLogitsProcessor
 
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
@@ -57,23 +57,6 @@ def test_the_length_limit_cuts_the_run(room):
 
 def test_an_end_id_on_the_last_place_is_an_end_not_a_length():
     assert first_stop(sequence_of([], max_tokens=2, end_id=9), [5, 9])[1] is FinishReason.END_ID
-
-
-@pytest.mark.parametrize("end_id", [9, None])
-def test_every_end_id_ends_an_output_and_waits_for_min_tokens_as_in_transformers(end_id):
-    config = SamplingConfig(min_tokens=3)
-    for num_new in range(5):
-        found = sequence_of([4] * num_new, end_id=end_id, more_end_ids=(7, 8), stop_words=((8,),),
-                            sampling_config=config)  # fmt: skip
-        ends = [7, 8] if end_id is None else [9, 7, 8]
-        waits = MinNewTokensLengthLogitsProcessor(len(PROMPT), 3, ends)
-        masked = waits(torch.tensor([found.tokens]), torch.zeros(1, 12))
-        row = Sampler(12, ReferenceSampling()).row(found)
-        assert sorted(row.banned) == masked[0].isinf().nonzero().flatten().tolist()
-        assert Sampler(12, ReferenceSampling()).is_plain(found) == (num_new >= 3)
-    for end in ends:
-        found = sequence_of([4] * 3, end_id=end_id, more_end_ids=(7, 8), stop_words=((8,),))
-        assert first_stop(found, [5, end, 5]) == (2, FinishReason.END_ID)
 
 
 def test_stop_words_wait_for_min_tokens():
