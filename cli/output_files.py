@@ -14,6 +14,8 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -211,7 +213,67 @@ class replacing:
                 self._scratch.replace(self._path)
                 is_named = True
         finally:
-            if not is_named:
-                self._scratch.unlink(missing_ok=True)
-            if not self._is_special:
-                os.close(self._lock)
+            try:
+                if not is_named:
+                    self._leave()
+            finally:
+                if not self._is_special:
+                    os.close(self._lock)
+
+    def _leave(self) -> None:
+        """What becomes of the file where it does not get its name."""
+        self._scratch.unlink(missing_ok=True)
+
+
+class keeping(replacing):
+    """The same for bytes that are written bit by bit and are worth having if the rest never comes:
+    what was appended is kept as NAME.partial.ENDING, a name that no file has yet."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self.kept: Path | None = None  # set by `close`
+        self._num_bytes = 0
+
+    def append(self, content: bytes) -> None:
+        """All of it, or nothing that is kept. Raises OSError."""
+        try:
+            self._file.write(content)
+            self._file.flush()
+        except OSError as error:
+            self._tell(error)
+            raise
+        self._num_bytes += len(content)
+
+    def drop(self) -> None:
+        """Close it and keep nothing. Never raises OSError."""
+        self._num_bytes = 0
+        with suppress(OSError):
+            self.close(is_whole=False)
+
+    def close(self, is_whole: bool) -> None:
+        """Give it its name, or one that says that it is not whole. Raises OSError."""
+        try:
+            self._finish(is_whole)
+        except OSError as error:
+            self._tell(error)
+            raise
+
+    def _leave(self) -> None:
+        if not self._num_bytes:
+            super()._leave()
+            return
+        os.truncate(self._scratch, self._num_bytes)
+        self._scratch.chmod(created_mode(0o666))
+        kept = self._partial_name()
+        self._scratch.replace(kept)
+        self.kept = kept
+
+    def _partial_name(self) -> Path:
+        """Taken by making it, so that no other process takes it as well."""
+        for number in count(1):
+            more = f".{number}" if number > 1 else ""
+            path = self._path.with_name(f"{self._path.stem}.partial{more}{self._path.suffix}")
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+                return path
+        raise AssertionError("numbers do not end")

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.api.field_types import check_types
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
 from llmctl.runtime.engines.opening import TARGET
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
 from llmctl.runtime.schedule import admission
-from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy, SchedulerConfig
+from llmctl.runtime.schedule.admission import CapacitySchedulerPolicy
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 
 RANK_WAITS_S = 30.0
@@ -43,13 +44,23 @@ class EngineOptions:
     ranks_on_one_device: bool = False  # of a GPU, in this process: for tests
 
     def __post_init__(self) -> None:
+        check_types(self)
+        if self.free_fraction is not None and not 0 < self.free_fraction < 1:  # also NaN
+            raise BadConfig(
+                f"free_fraction is {self.free_fraction}; it must be in (0, 1)",
+                fix="leave --kv-cache-free-gpu-memory-fraction out for the usual share",
+            )
+        for name in ("host_memory_bytes", "max_batch_size", "max_num_tokens", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadConfig(
+                    f"{name} is {value}; it must be at least 1", fix=f"leave {name} out, or None"
+                )
         if not 0 < self.rank_waits_s < 1e6:  # also NaN
             raise BadConfig(
                 f"--rank-timeout is {self.rank_timeout_s}; it must be more than 0 s and less than "
                 "1e6 s"
             )
-        # Raises for what is no policy, such as the name of one.
-        SchedulerConfig(self.scheduler_policy, self.context_chunking_policy)
         if self.adaptive_draft_len and not self.method.is_drafting:
             raise BadConfig(
                 "adaptive_draft_len is asked for without a draft",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from llmctl.builder.engine_format import EngineConfig, read_engine_config, require_rank_files
 from llmctl.builder.signature import require_signed
@@ -228,7 +228,8 @@ def open_executor(
     Further options are the fields of EngineOptions. Raises what `check_engines` raises, BadConfig,
     OutOfMemory and DeviceFailure.
     """
-    chosen = EngineOptions(Path(engine), as_method(draft, draft_tree), **options)
+    folder = cast("Path", engine)  # EngineOptions makes a path of a name, and refuses what is none
+    chosen = EngineOptions(folder, as_method(draft, draft_tree), **options)
     code = serve_rank(chosen)
     if code is not None:  # a launcher started this process beside rank 0
         raise SystemExit(code)

@@ -123,7 +123,8 @@ def run(
         sampling_config,
         word_lists,
     )
-    from llmctl.cli.run.session import Files, Session, SessionOptions
+    from llmctl.cli.run.result_files import Files
+    from llmctl.cli.run.session import Session, SessionOptions
     from llmctl.runtime.kv_cache.attention_windows import WindowOptions
     from llmctl.runtime.open import EngineOptions
 

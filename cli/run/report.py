@@ -135,7 +135,7 @@ def _decode(outputs: Sequence[SequenceOutput]) -> Decode | None:
     if max(firsts) > min(output.last_s for output in outputs if output.num_times > 1):
         return None
     return Decode(
-        sum(len(output.token_ids) - output.num_first_tokens for output in outputs),
+        sum(output.num_tokens - output.num_first_tokens for output in outputs),
         max(output.last_s for output in outputs) - sum(firsts) / len(firsts),
     )
 

@@ -12,16 +12,12 @@ from llmctl.builder.engine_format import EngineConfig
 from llmctl.cli.output_files import require_writable
 from llmctl.cli.run.acceptance import check_rules, idle_copies, idle_rule, rules
 from llmctl.cli.run.drafting import require_drafts
-from llmctl.cli.run.generate import Row, SequenceOutput, generate
-from llmctl.cli.run.output import StreamPrinter, print_rows, row_json, run_json
+from llmctl.cli.run.generate import Row, generate
+from llmctl.cli.run.output import StreamPrinter, print_rows, run_json
 from llmctl.cli.run.prompts import PromptOptions, make_rows, read_all, refuse_rows
 from llmctl.cli.run.report import LOG_LEVELS, RunStats, engine_lines, stats_lines, summarize
-from llmctl.cli.run.text_io import (
-    write_csv,
-    write_float_npy,
-    write_jsonl,
-    write_npy,
-)
+from llmctl.cli.run.result_files import Files, ResultFiles
+from llmctl.cli.run.results import Results
 from llmctl.cli.streams import results_on_stdout
 from llmctl.cli.tokenizer import Tokenizer, engine_tokenizer, tokenizer_hash
 from llmctl.errors import BadConfig, ExactnessViolation, LlmctlError, RankFailure
@@ -29,18 +25,8 @@ from llmctl.runtime.open import CheckedEngines, EngineOptions, OpenEngines, chec
 from llmctl.runtime.ranks.serve import serve_rank
 from llmctl.runtime.stats.counters import SpeculationStats
 
+BATCHES_IN_FLIGHT = 4  # requests with the executor, in batches of the target: none is ever short
 NUM_PROFILING_RUNS = 10  # warm-up runs, and timed runs after them, as in run.py
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Where results go besides stdout."""
-
-    csv: Path | None = None
-    npy: Path | None = None
-    jsonl: Path | None = None
-    log_probs_npy: Path | None = None
-    cum_log_probs_npy: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +90,11 @@ class Session:
         if options.is_profiling:
             self._profile(engines, rows)
             return _exit_code(rows)
-        stats = self._generate(engines, rows, tokenizer)
+        with self._files(rows, tokenizer) as files:
+            stats = self._generate(engines, rows, tokenizer, files)
         with results_on_stdout():
-            self._show(rows, tokenizer, stats)
+            self._print_object(rows, tokenizer, stats)
+            files.raise_failure()
             self._log("info", *stats_lines(stats))
             self._report_rows(rows, engines.target.max_seq_len)
             if options.is_verifying:
@@ -119,16 +107,29 @@ class Session:
         """Every row has its error, so weights would be loaded for nothing."""
         if not self._options.is_profiling:
             stats = summarize(rows, 0.0, checked.draft_len, SpeculationStats())
+            with self._files(rows, tokenizer) as files:
+                self._results(rows, tokenizer, files).hand_on()
             with results_on_stdout():
-                self._show(rows, tokenizer, stats)
+                self._print_object(rows, tokenizer, stats)
+                files.raise_failure()
         self._report_rows(rows, checked.target.build_config["max_seq_len"])
         return _exit_code(rows)
 
-    def _show(self, rows: Sequence[Row], tokenizer: Tokenizer, stats: RunStats) -> None:
-        try:
-            self._write_files(rows, tokenizer)
-        finally:  # outputs are shown even if a disk is full
-            self._print(rows, tokenizer, stats)
+    def _files(self, rows: Sequence[Row], tokenizer: Tokenizer) -> ResultFiles:
+        return ResultFiles(
+            self._options.files, tokenizer, len(rows), lambda line: self._log("error", line)
+        )
+
+    def _results(self, rows: Sequence[Row], tokenizer: Tokenizer, files: ResultFiles) -> Results:
+        """To stdout first: outputs are shown even if a disk is full."""
+        options = self._options
+        is_shown = not options.is_json and options.streaming_interval is None
+        return Results(
+            rows,
+            *([lambda row: print_rows([row], tokenizer, sys.stdout)] if is_shown else []),
+            files.add,
+            keeps_tokens=options.is_json or options.is_verifying,
+        )
 
     def _tokenizer(self, target: EngineConfig) -> Tokenizer:
         """The engine's own tokenizer, or the requested one, with a warning if its content
@@ -144,11 +145,19 @@ class Session:
             )
         return tokenizer
 
-    def _generate(self, engines: OpenEngines, rows: list[Row], tokenizer: Tokenizer) -> RunStats:
+    def _generate(
+        self, engines: OpenEngines, rows: list[Row], tokenizer: Tokenizer, files: ResultFiles
+    ) -> RunStats:
         interval = self._options.streaming_interval
         listener = StreamPrinter(tokenizer, interval, sys.stdout) if interval is not None else None
         with engines.executor() as executor:
-            total_s = generate(executor, rows, listener)
+            total_s = generate(
+                executor,
+                rows,
+                listener,
+                max_in_flight=BATCHES_IN_FLIGHT * engines.target.max_batch_size,
+                hand_on=self._results(rows, tokenizer, files).hand_on,
+            )
             speculation = executor.get_speculation_stats()
             steps = executor.get_latest_iteration_stats()
         kv_cache = steps[-1].kv_cache_stats if steps else None
@@ -190,28 +199,10 @@ class Session:
         num_tokens = sum(row.num_new_tokens for row in done)
         self._log("info", f"exact: {num_tokens} tokens equal plain decoding, each prompt alone")
 
-    def _write_files(self, rows: Sequence[Row], tokenizer: Tokenizer) -> None:
-        files = self._options.files
-        outputs = [sequence for row in rows for sequence in _sequences(row)]
-        ids = [sequence.token_ids for sequence in outputs]
-        if files.csv is not None:
-            write_csv(files.csv, ids)
-        if files.npy is not None:
-            pad_id = tokenizer.end_id
-            write_npy(files.npy, ids, -1 if pad_id is None else pad_id)
-        if files.jsonl is not None:
-            write_jsonl(files.jsonl, [item for row in rows for item in row_json(row, tokenizer)])
-        if files.log_probs_npy is not None:
-            write_float_npy(files.log_probs_npy, [item.log_probs for item in outputs])
-        if files.cum_log_probs_npy is not None:
-            totals = [[item.cum_log_prob] if item.token_ids else [] for item in outputs]
-            write_float_npy(files.cum_log_probs_npy, totals)
-
-    def _print(self, rows: Sequence[Row], tokenizer: Tokenizer, stats: RunStats) -> None:
+    def _print_object(self, rows: Sequence[Row], tokenizer: Tokenizer, stats: RunStats) -> None:
+        """Of --json. It is whole or not there, so it has to wait for the last prompt."""
         if self._options.is_json:
             print(run_json(rows, tokenizer, stats.to_json()), flush=True)
-        elif self._options.streaming_interval is None:
-            print_rows(rows, tokenizer, sys.stdout)
 
     def _report_rows(self, rows: Sequence[Row], max_seq_len: int) -> None:
         """Print failures, and outputs that were cut for lack of room before their own limit."""
@@ -227,7 +218,7 @@ class Session:
                 self._log("error", f"fix: {fix}")
             elif row.error is None and row.request is not None:
                 room = max_seq_len - len(row.request.input_token_ids)
-                longest = max(len(item.token_ids) for item in row.sequences)
+                longest = max(item.num_tokens for item in row.sequences)
                 if longest == room < row.request.max_tokens:
                     self._log(
                         "warning",
@@ -241,14 +232,6 @@ class Session:
     def _log(self, level: str, *lines: str) -> None:
         if self._is_shown(level):
             print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def _sequences(row: Row) -> list[SequenceOutput]:
-    """The outputs of a row, empty ones when it failed, so that files keep their lines aligned."""
-    if row.error is None:
-        return row.sequences
-    count = row.request.sampling_config.num_return_sequences if row.request else 1
-    return [SequenceOutput() for _ in range(count)]
 
 
 def _compare(row: Row, plain: Row) -> None:

@@ -1,22 +1,18 @@
-"""Prompts from files and results to files: .txt, .csv, .npy, .jsonl.
+"""Prompts from files: .txt, .csv, .npy, .jsonl.
 
-Every reader checks the whole file before anything runs and names file and line; every writer
-replaces its file in one step, so that a failure leaves no half of it.
+Every reader checks the whole file before anything runs and names file and line.
 """
 
 from __future__ import annotations
 
 import codecs
 import csv
-import io
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmctl.cli.output_files import replacing
 from llmctl.cli.run.npy import read_integers
 from llmctl.errors import BadConfig
 from llmctl.quantize.format import load_strict, shown, why_no_file
@@ -180,48 +176,3 @@ def _check_settings(row: Mapping[str, Any], where: str) -> None:
         words = value if isinstance(value, list) and key in _WORDS else ()
         if not all(isinstance(item, str) for item in words):
             raise BadConfig(f"{where}: {key!r} must be a list of strings")
-
-
-# ---- results ----
-
-
-def write_csv(path: Path, rows: Iterable[Sequence[int]]) -> None:
-    """Token ids, one output a line; an empty line for a request that was refused."""
-    with replacing(path, "w") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
-
-
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line."""
-    with replacing(path, "w") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_npy(path: Path, rows: Sequence[Sequence[int]], pad_id: int) -> None:
-    """int32 [outputs, longest], padded on the right."""
-    import numpy as np
-
-    array = np.full((len(rows), max(map(len, rows), default=0)), pad_id, np.int32)
-    for index, row in enumerate(rows):
-        array[index, : len(row)] = row
-    _write_array(path, array)
-
-
-def write_float_npy(path: Path, rows: Sequence[Sequence[float]]) -> None:
-    """float32 [outputs, longest], padded on the right with NaN."""
-    import numpy as np
-
-    array = np.full((len(rows), max(map(len, rows), default=0)), np.nan, np.float32)
-    for index, row in enumerate(rows):
-        array[index, : len(row)] = row
-    _write_array(path, array)
-
-
-def _write_array(path: Path, array: Any) -> None:
-    import numpy as np
-
-    content = io.BytesIO()  # numpy asks a file where it is, which a pipe does not know
-    np.save(content, array)
-    with replacing(path, "wb") as file:
-        file.write(content.getbuffer())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.api import refused
+from llmctl.runtime.api.field_types import check_types
 from llmctl.runtime.api.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
 from llmctl.runtime.kv_cache import AttentionWindow
 from llmctl.runtime.schedule.admission import refuse_step_limit
@@ -34,6 +35,9 @@ class KvCacheConfig:
     window: AttentionWindow | None = None  # common to all layers of all engines: `common_window`
 
     def __post_init__(self) -> None:
+        check_types(self)
+        if self.num_blocks < 1:
+            raise BadConfig(f"num_blocks is {self.num_blocks}; it must be at least 1")
         for name in ("num_host_blocks", "event_buffer_max_size"):
             if getattr(self, name) < 0:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 0")
@@ -70,8 +74,7 @@ class ExecutorConfig:
     check_invariants: bool = False  # recount the KV cache whenever idle (for tests)
 
     def __post_init__(self) -> None:
-        if self.acceptance not in ("tokens", "logits"):
-            raise BadConfig(f"acceptance is {self.acceptance!r}; it must be tokens or logits")
+        check_types(self)
         for name in ("max_queue_size", "max_batch_size", "max_num_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from llmctl.errors import BadConfig
+from llmctl.runtime.api.field_types import check_types
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
@@ -27,6 +30,20 @@ AcceptRule = Literal["tokens", "logits"]
 EXTERNAL_DRAFTS = "draft_tokens_external"  # the build mode of engines that verify any drafts
 
 
+def check_values(method: Any, *counts: str) -> None:
+    """Refuse values of a method's fields that are of another type than they say, and a draft_len or
+    one of these counts below 1. Raises BadConfig."""
+    check_types(method)
+    for name in ("draft_len", *counts):
+        value = getattr(method, name)
+        if value is not None and value < 1:
+            raise BadConfig(
+                f"{name} of {method.name} is {value}; it must be at least 1",
+                fix=f"leave {name} out for what the engine was built with",
+            )
+
+
+@runtime_checkable
 class DraftMethod(Protocol):
     """One way to draft, with its option values. Immutable."""
 

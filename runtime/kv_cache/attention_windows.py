@@ -13,6 +13,7 @@ from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanGraph, PlanOp
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
+from llmctl.runtime.api.field_types import check_types
 from llmctl.runtime.kv_cache import AttentionWindow, common_window
 
 
@@ -26,6 +27,7 @@ class WindowOptions:
     sink_tokens: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self, checks_integers=True)
         for size in self.sizes:
             if size < 2:
                 raise BadConfig(

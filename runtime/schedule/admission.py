@@ -8,6 +8,7 @@ from operator import index
 
 from llmctl.errors import BadConfig, OutOfMemory, PromptTooLong
 from llmctl.runtime.api import refused
+from llmctl.runtime.api.field_types import check_types
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.request import Request, Sequence
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy, Cuts
@@ -36,13 +37,7 @@ class SchedulerConfig:
     enable_chunked_context: bool = True
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("capacity_scheduler_policy", CapacitySchedulerPolicy),
-            ("context_chunking_policy", ContextChunkingPolicy),
-        ):
-            found = getattr(self, name)
-            if not isinstance(found, kind):  # a name compares unequal to all, without an error
-                raise BadConfig(f"{name} is {found!r}; a member of {kind.__name__} is wanted")
+        check_types(self)  # the name of a policy would compare unequal to all
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +50,7 @@ class Limits:
     max_draft_len: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -162,6 +158,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         ("stop_words", request.stop_words),
         ("bad_words", request.bad_words),
         ("end_id", () if request.end_id is None else ((request.end_id,),)),
+        ("further_end_ids", (request.further_end_ids,) if request.further_end_ids else ()),
     )
     for name, lists in words:
         for ids in lists:

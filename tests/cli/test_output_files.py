@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.run import write_results
 
 from llmctl.cli.output_files import replacing, require_writable
-from llmctl.cli.run.text_io import write_csv, write_jsonl, write_npy
 from llmctl.errors import BadConfig
 
 
@@ -95,21 +95,21 @@ def test_links_devices_and_pipes_stay_what_they_are(tmp_path):
     real, link = tmp_path / "real.csv", tmp_path / "link.csv"
     real.write_text("old")
     link.symlink_to(real)
-    write_csv(link, [[1, 2]])
+    write_results([[1, 2]], csv=link)
     assert link.is_symlink() and real.read_text() == "1,2\n"
 
     pipe = tmp_path / "pipe.npy"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     require_writable(pipe, Path(os.devnull), Path(os.devnull))
-    write_npy(pipe, [[1, 2], [3]], pad_id=-1)
+    write_results([[1, 2], [3]], npy=pipe)
     content = os.read(reader, 1000)
     os.close(reader)
     (tmp_path / "read.npy").write_bytes(content)
     assert np.load(tmp_path / "read.npy").tolist() == [[1, 2], [3, -1]]
     assert pipe.is_fifo()
 
-    write_jsonl(Path(os.devnull), [{"a": 1}])
+    write_results([[1]], jsonl=Path(os.devnull))
     assert Path(os.devnull).is_char_device()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "link.csv",
@@ -160,9 +160,9 @@ def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_the_umask(tmp_path):
         for mode in (0o600, 0o664):
             old.write_text("x")
             old.chmod(mode)
-            write_csv(old, [[1]])
+            write_results([[1]], csv=old)
             assert old.stat().st_mode & 0o777 == mode and old.read_text() == "1\n"
-        write_csv(tmp_path / "new.csv", [[1]])
+        write_results([[1]], csv=tmp_path / "new.csv")
     finally:
         os.umask(mask)
     assert (tmp_path / "new.csv").stat().st_mode & 0o777 == 0o640

@@ -53,8 +53,8 @@ def test_verify_exact_fails_at_the_first_divergence(run, engines, monkeypatch):
 
     original = session.generate
 
-    def lying(executor, rows, listener=None):
-        seconds = original(executor, rows, listener)
+    def lying(executor, rows, *given, **named):
+        seconds = original(executor, rows, *given, **named)
         if len(rows) == 2:  # the run under test; the check runs one row at a time
             rows[1].sequences[0].token_ids[3] += 1
         return seconds

@@ -126,9 +126,9 @@ def test_beams_ask_for_a_recurrent_head(beams, length, draft_len, wanted):
     [
         (Eagle(), False),
         (Eagle(num_offers=4), False),
-        (Eagle(choices=DEFAULT), True),
+        (Eagle(choices=MedusaTree(DEFAULT)), True),
         (Medusa(), False),
-        (Medusa(DEFAULT), True),
+        (Medusa(MedusaTree(DEFAULT)), True),
         (RecurrentDrafting(), False),
         (RecurrentDrafting(num_beams=2), True),
         (RecurrentDrafting(length=2), True),

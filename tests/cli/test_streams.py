@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
 import pytest
 
 from llmctl.cli.bench import publish
-from llmctl.cli.output_files import replacing
-from llmctl.cli.run import session
+from llmctl.cli.output_files import keeping, replacing
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")
@@ -34,6 +36,18 @@ def test_a_stderr_that_takes_nothing_changes_no_result(program, engines, run_pro
         assert done.stdout == (heard.stdout if code == 0 else "")
 
 
+def wait_for_full_pipe(reads: int, pid: int) -> None:
+    """Until nothing more fits, and who writes waits, or has given up."""
+    size, until = fcntl.fcntl(reads, fcntl.F_GETPIPE_SZ), time.monotonic() + 60
+    while True:
+        (held,) = struct.unpack("i", fcntl.ioctl(reads, termios.FIONREAD, b"1234"))
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "Z" or (held > size - 4096 and state == "S"):  # a page is left at most
+            return
+        assert time.monotonic() < until, f"{held} of {size} bytes came"
+        time.sleep(0.005)
+
+
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_pipe_that_does_not_block_loses_nothing(name):
     """As a parent process leaves it that shares it: run printed 50 of 183 kB, with exit code 0."""
@@ -43,9 +57,12 @@ def test_a_pipe_that_does_not_block_loses_nothing(name):
     )
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
-    with open(reads) as pipe, subprocess.Popen([sys.executable, "-c", program], **{name: writes}):
+    with (
+        open(reads) as pipe,
+        subprocess.Popen([sys.executable, "-c", program], **{name: writes}) as process,
+    ):
         os.close(writes)
-        time.sleep(1)  # the pipe, which holds 64 kB, is full
+        wait_for_full_pipe(reads, process.pid)
         assert [line.split()[0] for line in pipe] == [str(i) for i in range(300)]
 
 
@@ -92,7 +109,7 @@ def test_generated_text_is_printed_where_its_file_does_not_fit(
 ):
     line = ["run", "--engine-dir", engines.target, "--input-text", "a", "--max-output-len", 3]
     wanted = llmctl(*line)
-    monkeypatch.setattr(session, "write_csv", full_disk)
+    monkeypatch.setattr(keeping, "append", full_disk)
     done = llmctl(*line, "--output-csv", tmp_path / "out.csv")
     assert done.code == 3 and "error[OutOfDisk]" in done.err and done.out == wanted.out != ""
     done = llmctl(*line, "--output-csv", tmp_path / "out.csv", "--json")

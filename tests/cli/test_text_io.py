@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.run import write_results
 
-from llmctl.cli.run.text_io import (
-    Prompt,
-    read_prompts,
-    write_csv,
-    write_float_npy,
-    write_jsonl,
-    write_npy,
-)
+from llmctl.cli.run.text_io import Prompt, read_prompts
 from llmctl.errors import BadConfig
 
 
@@ -32,8 +25,7 @@ def test_txt_holds_a_prompt_a_line(tmp_path):
 
 def test_token_ids_survive_csv_and_npy(tmp_path):
     rows = [[3, 1, 4], [1], [5, 9]]
-    write_csv(tmp_path / "x.csv", rows)
-    write_npy(tmp_path / "x.npy", rows, pad_id=-1)
+    write_results(rows, csv=tmp_path / "x.csv", npy=tmp_path / "x.npy")
     wanted = [Prompt(token_ids=tuple(row)) for row in rows]
     assert read_prompts(tmp_path / "x.csv") == wanted
     assert read_prompts(tmp_path / "x.npy") == wanted
@@ -46,7 +38,7 @@ def test_jsonl_rows_carry_their_own_settings(tmp_path):
         {"prompt": "a", "max_tokens": 3, "temperature": 0.5, "stop_words": ["x"]},
         {"task_id": 1, "input_ids": [1, 2], "prompt": "lost", "output_tokens": 7},
     ]
-    write_jsonl(path, rows)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     first, second = read_prompts(path)
     assert first == Prompt("a", None, {"max_tokens": 3, "temperature": 0.5, "stop_words": ["x"]})
     assert second == Prompt(None, (1, 2), {"max_tokens": 7})
@@ -100,32 +92,8 @@ def test_unusable_files_are_named(tmp_path):
             read_prompts(path)
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path):
-    path = write(tmp_path / "out.jsonl", "old\n")
-    with pytest.raises(ValueError):
-        write_jsonl(path, [{"a": 1}, {"a": float("nan")}])
-    assert path.read_text() == "old\n" and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_a_disk_that_fills_at_the_last_flush_leaves_nothing(tmp_path, monkeypatch):
-    def opened(handle, *arguments, **options):
-        os.close(handle)
-        return open("/dev/full", *arguments, **options)
-
-    monkeypatch.setattr(os, "fdopen", opened)
-    with pytest.raises(OSError, match="No space left"):
-        write_jsonl(tmp_path / "x.jsonl", [{"a": 1}])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_log_probs_are_padded_with_nan(tmp_path):
-    write_float_npy(tmp_path / "x.npy", [[-0.5, -1.0], [], [-2.0]])
+    write_results([[-0.5, -1.0], [], [-2.0]], log_probs_npy=tmp_path / "x.npy")
     array = np.load(tmp_path / "x.npy")
     assert array.dtype == np.float32 and array.shape == (3, 2)
     assert np.isnan(array).tolist() == [[False, False], [True, True], [False, True]]
-
-
-def test_results_are_read_back_as_json(tmp_path):
-    write_jsonl(tmp_path / "x.jsonl", [{"text": "é\n"}])
-    assert json.loads((tmp_path / "x.jsonl").read_text(encoding="utf-8")) == {"text": "é\n"}

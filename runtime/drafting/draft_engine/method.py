@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmctl.runtime.drafting.draft_engine.tree import DraftTree
-from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule
+from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule, check_values
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
@@ -35,6 +35,9 @@ class DraftEngine:
     acceptance: AcceptRule = "tokens"
     notes: tuple[str, ...] = field(default=(), compare=False)
     tree: DraftTree | None = None
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
     @property
     def drafts_trees(self) -> bool:

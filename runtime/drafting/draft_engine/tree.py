@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.api.field_types import check_types
 
 OPTION = "--draft-tree"
 _LARGEST = 1024  # of each number
@@ -23,6 +24,7 @@ class DraftTree:
     followed: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         numbers = (self.depth, self.branch, self.nodes, self.width)
         if not all(1 <= number <= _LARGEST for number in numbers):
             raise BadConfig(f"{OPTION} {self}: numbers from 1 to {_LARGEST} are wanted")
@@ -47,7 +49,7 @@ class DraftTree:
 
 def parse_tree(text: str) -> DraftTree:
     """ "5,3,16" or "12,2,24,1". Raises BadConfig where it is no tree."""
-    parts = text.strip().removeprefix("[").removesuffix("]").split(",")
+    parts = str(text).strip().removeprefix("[").removesuffix("]").split(",")
     numbers = [int(part) for part in parts if re.fullmatch("[0-9]{1,4}", part.strip())]
     if len(parts) not in (3, 4) or len(numbers) != len(parts):
         raise BadConfig(

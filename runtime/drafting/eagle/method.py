@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmctl.runtime.drafting.method import AcceptRule
+from llmctl.runtime.drafting.method import AcceptRule, check_values
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig, MedusaTree
@@ -37,6 +37,9 @@ class Eagle:
     num_offers: int | None = None
     depth: int | None = None  # as long as EAGLE's
     acceptance: AcceptRule = "tokens"
+
+    def __post_init__(self) -> None:
+        check_values(self, "num_offers", "depth")
 
     @property
     def drafts_trees(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmctl.runtime.drafting.method import AcceptRule
+from llmctl.runtime.drafting.method import AcceptRule, check_values
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig, LookaheadDecodingConfig
@@ -35,6 +35,9 @@ class LookaheadDecoding:
     config: LookaheadDecodingConfig | None = None
     draft_len: int | None = None  # of a round; None: as many as the window and its guesses have
     acceptance: AcceptRule = "tokens"
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
     @property
     def engines(self) -> Mapping[str, Path]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmctl.runtime.drafting.method import AcceptRule
+from llmctl.runtime.drafting.method import AcceptRule, check_values
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig, MedusaTree
@@ -35,6 +35,9 @@ class Medusa:
     draft_len: int | None = None  # nodes of the tree; None: all
     acceptance: AcceptRule = "tokens"
     accuracy: HeadAccuracy | None = None
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
     @property
     def has_lengths(self) -> bool:

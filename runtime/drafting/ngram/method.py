@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule
+from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule, check_values
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
@@ -31,6 +31,9 @@ class NgramLookup:
     max_ngram: int
     acceptance: AcceptRule = "tokens"
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        check_values(self, "max_ngram")
 
     @property
     def engines(self) -> Mapping[str, Path]:

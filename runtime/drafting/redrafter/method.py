@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmctl.runtime.drafting.method import AcceptRule
+from llmctl.runtime.drafting.method import AcceptRule, check_values
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import EngineConfig
@@ -33,6 +33,9 @@ class RecurrentDrafting:
     length: int | None = None  # drafts of a beam
     draft_len: int | None = None  # of a round; None: as many as the beams have
     acceptance: AcceptRule = "tokens"
+
+    def __post_init__(self) -> None:
+        check_values(self, "num_beams", "length")
 
     @property
     def has_lengths(self) -> bool:
