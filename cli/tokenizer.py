@@ -58,6 +58,7 @@ class Tokenizer:
             )
         self._backend = open_tokenizer(path)
         self._config = read_tokenizer_config(folder / TOKENIZER_CONFIG_FILE)
+        self._add_listed_tokens(folder / TOKENIZER_CONFIG_FILE)
         self._add_named_special_tokens()
         if self._special_token("eos_token") is not None and self.end_id is None:
             raise TokenizerError(
@@ -176,6 +177,23 @@ class Tokenizer:
             return None
         found: int | None = self._backend.token_to_id(token)
         return found
+
+    def _add_listed_tokens(self, path: Path) -> None:
+        """Added tokens as tokenizer_config.json has them: as in transformers, their flags replace
+        those of tokenizer.json, and one that tokenizer.json lacks gets the next id."""
+        named = {self._special_token(name) for name in SPECIAL_TOKENS}
+        try:
+            listed = (self._config.get("added_tokens_decoder") or {}).items()
+            tokens = [AddedToken(**fields) for _, fields in sorted(listed, key=lambda x: int(x[0]))]
+        except (AttributeError, TypeError, ValueError) as error:
+            raise TokenizerError(
+                f"cannot read the tokenizer in {self.folder}: added_tokens_decoder of {path.name} "
+                f"holds what is no token: {clipped(str(error), 200)}",
+                fix=self._fetch,
+            ) from error
+        for token in tokens:
+            token.special = token.special or token.content in named
+        self._backend.add_tokens(tokens)
 
     def _add_named_special_tokens(self) -> None:
         """Tokens that tokenizer_config.json calls special are so even if tokenizer.json is

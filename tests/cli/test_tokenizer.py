@@ -50,6 +50,34 @@ def test_byte_level_tokenizers_agree_with_transformers(tmp_path, make_tokenizer,
     check_equal(make_tokenizer(tmp_path, **config))
 
 
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized", "special"])
+@pytest.mark.parametrize("content", ["add", "<new>"])
+def test_added_tokens_of_the_config_agree_with_transformers(
+    tmp_path, make_tokenizer, content, flag
+):
+    folder = make_tokenizer(tmp_path)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens(["add"])
+    backend.save(str(folder / "tokenizer.json"))
+    number = backend.token_to_id(content) or backend.get_vocab_size()
+    path = folder / "tokenizer_config.json"
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), False)
+    listed = {str(number): {"content": content, **flags, flag: True}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": listed}))
+    check_equal(folder)
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("x add  adder <new> y<new>", " add <|end|> <new>"):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("listed", [[1], {"x": {}}, {"5": "a"}, {"5": {"content": 3}}])
+def test_added_tokens_that_are_none_are_named(tmp_path, make_tokenizer, listed):
+    with pytest.raises(TokenizerError, match="added_tokens_decoder"):
+        Tokenizer(make_tokenizer(tmp_path, added_tokens_decoder=listed))
+
+
 def test_a_template_of_the_file_itself_is_kept(tmp_path, make_tokenizer):
     """Llama 3 has its bos token in tokenizer.json's post-processor."""
     folder = make_tokenizer(tmp_path)
