@@ -39,7 +39,7 @@ from llmctl.builder.engine_kernels import OnKernel
 from llmctl.builder.fp8_context import fp8_context_notices
 from llmctl.builder.heads.graphs import join, record_heads
 from llmctl.builder.kv_cache import choose_kv_cache
-from llmctl.builder.models import model_config
+from llmctl.builder.models import stored_model
 from llmctl.builder.models.decoder import EMBEDDING, build_network
 from llmctl.builder.network import Network
 from llmctl.builder.passes.pipeline import run_passes
@@ -160,7 +160,7 @@ def plan_build(
     require_generator(load_format, backend, request.mode)
     checkpoint = load_format.open(checkpoint_dir)
     where = str(checkpoint_dir / "config.json")
-    model = model_config(checkpoint.config, where)
+    model = stored_model(checkpoint, where)
     local = local_model(model, request.tp_size)
     dtype = choose_dtype(request.dtype, model, _stored_dtype(checkpoint))
     if BACKENDS[backend].on_gpu:

@@ -144,11 +144,11 @@ def _mscale(factor: float, weight: float) -> float:
 
 def read_rope(config: Mapping[str, Any], default_theta: float, where: str) -> Rope:
     """The RoPE of a config.json in the transformers 4 style (rope_theta, rope_scaling) or the
-    5 style (rope_parameters).
+    5 style (rope_parameters). Where both are given, rope_scaling applies, as in transformers.
 
     Raises Unsupported for a type llmctl has no table for, CorruptFile for missing numbers.
     """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise CorruptFile(f"{where}: the RoPE parameters are not an object")
     scaling = {name: value for name, value in scaling.items() if value is not None}

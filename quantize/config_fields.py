@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmctl.errors import CorruptFile, UnknownArchitecture
+from llmctl.errors import CorruptFile, UnknownArchitecture, Unsupported
 from llmctl.quantize.strict_json import shown
 
 MAX_LAYERS = 10_000  # each is described and named
@@ -114,6 +114,8 @@ MODEL_FIELDS = {
     "hidden_act": TEXT,
     "tie_word_embeddings": FLAG,
     "attention_bias": FLAG,
+    "is_causal": FLAG,
+    "attention_chunk_size": _SIZE,
     "mlp_bias": FLAG,
     "use_sliding_window": FLAG,
     "sliding_window": integer(0, (1 << 31) - 1),
@@ -174,7 +176,40 @@ def check_model_fields(config: Mapping[str, Any], model_type: str, where: str) -
             f"{shown(config.get('architectures'))} wants {model_type!r}",
             fix="correct the one of the two that is wrong",
         )
+    _check_attention(config, model_type, where)
     check_end_ids(config, config.get("vocab_size"), where)
+
+
+def _check_attention(config: Mapping[str, Any], model_type: str, where: str) -> None:
+    """Raises Unsupported for attention that no family here has, CorruptFile for windows without a
+    size. transformers computes the former, and fails on the latter."""
+    if config.get("is_causal") is False or config.get("attention_chunk_size") is not None:
+        name = "is_causal" if config.get("is_causal") is False else "attention_chunk_size"
+        raise Unsupported(
+            f"{where}: {name} is {config[name]}; causal attention is supported, over all earlier "
+            "tokens or a sliding window",
+            fix=f"take {name} out of it if the model was trained without",
+        )
+    window, kinds = config.get("sliding_window", 4096), config.get("layer_types")
+    if model_type == "llama":  # its prompts would be read without, its outputs generated with one
+        window = config.get("sliding_window")
+        is_windowed = window is not None if kinds is None else "sliding_attention" in kinds
+        if is_windowed and not (window and window >= config.get("max_position_embeddings", 2048)):
+            raise Unsupported(
+                f"{where}: sliding_window is {window}, layer_types {shown(kinds)}; models of "
+                "model_type 'llama' have full attention in every layer",
+                fix="set both to null if the model was trained so",
+            )
+        return
+    if model_type != "mistral" and not config.get("use_sliding_window"):
+        window = None
+    if window == 0 or (window is None and "sliding_attention" in (kinds or ())):
+        raise CorruptFile(
+            f"{where}: sliding_window is {config.get('sliding_window')}, use_sliding_window "
+            f"{config.get('use_sliding_window')}, layer_types {shown(kinds)}; a window of at least "
+            "one token is wanted, or full attention in every layer",
+            fix="correct the one of them that is wrong",
+        )
 
 
 def check_end_ids(values: Mapping[str, Any], vocab_size: int | None, where: str) -> None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from llmctl.errors import CorruptFile, UnexpectedTensor
 from llmctl.quantize.checkpoint import Checkpoint
 from llmctl.quantize.config_fields import ARCHITECTURES, check_model_fields, find_architecture
+from llmctl.quantize.tied import EMBEDDING as EMBEDDING
+from llmctl.quantize.tied import HEAD as HEAD
+from llmctl.quantize.tied import is_tied
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,11 @@ def read_model(checkpoint: Checkpoint) -> Model:
     check_model_fields(checkpoint.config, ARCHITECTURES[architecture], where)
     if checkpoint.config.get("num_hidden_layers") is None:
         raise CorruptFile(f"{where}: num_hidden_layers is None; a positive integer is wanted")
-    model_class = getattr(transformers, architecture)
+    # The class that AutoModel takes for a Mistral with layer_types: Mistral's own ignores them.
+    # Without a window both are the same, and Ministral's fails.
+    is_mixed = architecture == "MistralForCausalLM" and checkpoint.config.get("layer_types")
+    is_mixed = is_mixed and checkpoint.config.get("sliding_window", 0) is not None
+    model_class = getattr(transformers, "MinistralForCausalLM" if is_mixed else architecture)
     try:
         with warnings.catch_warnings():
             # transformers remarks on odd token ids and rope fields; they do not concern weights.
@@ -81,6 +86,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
     except Exception as error:  # whatever a config class raises, the config is at fault
         reason = " ".join(f"{type(error).__name__}: {error}".split())  # some have several lines
         raise CorruptFile(f"{where} does not describe a {architecture}: {reason}") from error
+    config.tie_word_embeddings = is_tied(checkpoint, bool(config.tie_word_embeddings))
     model = Model(model_class, config, *_describe_layer(slice_))
     _check_tensors(checkpoint, model)
     return model

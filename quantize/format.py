@@ -39,6 +39,7 @@ from llmctl.quantize.schemes.table import WRITERS
 from llmctl.quantize.strict_json import clipped as clipped
 from llmctl.quantize.strict_json import load_strict as load_strict
 from llmctl.quantize.strict_json import shown as shown
+from llmctl.quantize.tied import is_tied as is_tied
 
 CONFIG_FILE = "config.json"
 QUANT_CONFIG_FILE = "hf_quant_config.json"

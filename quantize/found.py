@@ -15,6 +15,14 @@ from typing import Any
 from llmctl.errors import UnknownQuantization
 from llmctl.plugins.schemes.scheme import QuantizedScheme
 from llmctl.plugins.schemes.table import quantized_schemes, scheme_of_algo
+from llmctl.quantize.found_numbers import (
+    require_absent,
+    require_format,
+    require_inputs,
+    require_kv_cache,
+    require_modelopt_group,
+    require_weights,
+)
 from llmctl.quantize.strict_json import shown
 
 # Python's matcher tries choices in all combinations; these bounds keep that below a second.
@@ -122,6 +130,12 @@ _OTHER_ALGOS: dict[str, tuple[str, str, str | None]] = {
 }
 
 
+def _has_plain_scales(algo: str | None) -> bool:
+    """Whether weights and activations are FP8 numbers of one scale per tensor, row or token."""
+    scheme = scheme_of_algo(algo)
+    return scheme is not None and scheme.storage.block is None
+
+
 def _modelopt(found: dict[str, Any], where: str) -> QuantizationInfo:
     name = _name(found, "quant_algo", where)
     known: dict[str, tuple[str, str, str | None]] = {
@@ -131,8 +145,18 @@ def _modelopt(found: dict[str, Any], where: str) -> QuantizationInfo:
     }
     algo, strategy, activations = (known | _OTHER_ALGOS).get(str(name).upper(), (name, None, None))
     kv_cache = _name(found, "kv_cache_quant_algo", where)
-    if kv_cache is None:
-        kv_cache = _kv_cache_algo(found.get("kv_cache_scheme"))
+    other = _kv_cache_algo(found.get("kv_cache_scheme"), where)
+    if kv_cache is not None and other not in (None, kv_cache):
+        raise UnknownQuantization(
+            f"{where}: kv_cache_quant_algo is {shown(kv_cache)}, kv_cache_scheme means {other}",
+            fix="correct the one that is wrong",
+        )
+    kv_cache = other if kv_cache is None else kv_cache
+    require_absent(found, ("has_zero_point", "pre_quant_scale", "quantized_layers"), where)
+    if _has_plain_scales(algo):
+        groups = found.get("config_groups") or {}
+        for group in groups.values() if isinstance(groups, dict) else [groups]:
+            require_modelopt_group(group, activations == "dynamic", where)
     exclude = found.get("exclude_modules") or found.get("ignore")
     return QuantizationInfo(
         "modelopt", algo, kv_cache, _strings(exclude, where), strategy, activations
@@ -164,11 +188,22 @@ def _compressed_tensors(found: dict[str, Any], where: str) -> QuantizationInfo:
     algo = algos.get(str(strategy)) if is_fp8 else None
     if algo is None:
         algo = f"{weights.get('type')}{weights.get('num_bits')}-{strategy}"
+    if _has_plain_scales(algo):
+        require_weights(weights, where)
+        if inputs:
+            require_inputs(inputs, where)
+        require_format(found, where)
+        require_format(group, where)
+    require_absent(group if isinstance(group, dict) else {}, ("output_activations",), where)
+    require_absent(found, ("transform_config",), where)
+    sparsity = found.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        require_absent(found, ("sparsity_config",), where)
     activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
     return QuantizationInfo(
         "compressed-tensors",
         algo,
-        _kv_cache_algo(found.get("kv_cache_scheme")),
+        _kv_cache_algo(found.get("kv_cache_scheme"), where),
         _strings(found.get("ignore"), where),
         strategy,
         activations,
@@ -181,21 +216,30 @@ def _fp8(found: dict[str, Any], where: str) -> QuantizationInfo:
         raise UnknownQuantization(
             f"{where}: weight_block_size is {shown(found['weight_block_size'])}; [128, 128] is read"
         )
+    require_absent(found, ("dequantize", "modules_to_convert"), where)
+    for name, wanted in (("fmt", "e4m3"), ("scale_fmt", "float")):
+        if found.get(name) not in (None, wanted):
+            raise UnknownQuantization(
+                f"{where}: {name} is {shown(found[name])}; {wanted!r} is read",
+                fix="export the checkpoint again",
+            )
     exclude = found.get("modules_to_not_convert") or found.get("ignored_layers")
+    kv_cache = found.get("kv_cache_scheme")  # AutoFP8 calls FP8 with stored scales "static"
     return QuantizationInfo(
         "fp8",
         "FP8_BLOCK_SCALES" if is_block else "FP8",
-        None,
+        "FP8" if kv_cache == "static" else _kv_cache_algo(kv_cache, where),
         _strings(exclude, where),
         "block" if is_block else "tensor",
-        str(found.get("activation_scheme", "dynamic")),
+        str(found.get("activation_scheme", "dynamic")).lower(),
     )
 
 
-def _kv_cache_algo(scheme: Any) -> str | None:
+def _kv_cache_algo(scheme: Any, where: str) -> str | None:
     """`kv_cache_scheme` is absent, a name, or compressed-tensors arguments."""
     if not isinstance(scheme, dict):
         return str(scheme) if scheme else None
+    require_kv_cache(scheme, where)
     name = f"{scheme.get('type')}{scheme.get('num_bits')}"
     return {"float8": "FP8", "int8": "INT8"}.get(name, name)
 

@@ -145,6 +145,8 @@ def _write_documents(plan: QuantizePlan, scratch: Path) -> None:
         for key in ("dtype", "torch_dtype"):
             if key in config:
                 config[key] = plan.dtype
+    if config.get("tie_word_embeddings") and not plan.model.is_tied:
+        config["tie_word_embeddings"] = False  # the file holds two, and the output has both
     config["quantization_config"] = flat
     (scratch / CONFIG_FILE).write_text(dump_json(config), encoding="utf-8")
     (scratch / QUANT_CONFIG_FILE).write_text(dump_json(nested), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The data types of the runtime: what a user asks for, what one step runs, what comes back.
+"""What a user asks for and what one step runs; `response.py` has what comes back.
 
 Plain data, no tensors and no policy. Field names are those of TensorRT-LLM's executor API, in
 snake_case.
@@ -19,7 +19,6 @@ from llmctl.runtime.api.retention import KvCacheRetentionConfig
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_format import LookaheadDecodingConfig
-    from llmctl.runtime.stats.request_metrics import RequestPerfMetrics
 
 
 class FinishReason(enum.Enum):
@@ -70,7 +69,7 @@ class SamplingConfig:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0  # no sequence of so many tokens occurs twice; 0: no limit
-    min_tokens: int = 0  # end_id and stop words are ignored before this many new tokens
+    min_tokens: int = 0  # before this many new tokens, end ids are banned and stop words ignored
     num_return_sequences: int = 1  # sequence i samples with seed + i
     # Lossy, and for drafts of sampled requests alone; None: a draft never changes the text.
     typical_acceptance: TypicalAcceptance | None = None
@@ -123,7 +122,8 @@ class OutputConfig:
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt. Stop and bad words are lists of token ids; the tokens of a stop word are kept in
-    the output. An end_id of -1 means none."""
+    the output. An end_id of -1 means none. further_end_ids: of a model that has several; each ends
+    an output as end_id does."""
 
     input_token_ids: tuple[int, ...]
     max_tokens: int
@@ -131,6 +131,7 @@ class Request:
     output_config: OutputConfig = field(default_factory=OutputConfig)
     streaming: bool = False
     end_id: int | None = None
+    further_end_ids: tuple[int, ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     client_id: int | None = None
@@ -155,6 +156,11 @@ class Request:
         for name in ("stop_words", "bad_words"):
             words = getattr(self, name)
             _require(all(words), name, "an empty word", "token-id lists of at least one token")
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """All ids that end an output."""
+        return self.further_end_ids if self.end_id is None else (self.end_id, *self.further_end_ids)
 
     def without_window(self) -> Request:
         """The same request for an executor without lookahead decoding, which refuses windows."""
@@ -261,38 +267,6 @@ class Batch:
     def slices(self) -> tuple[Slice, ...]:
         """All slices in packed row order."""
         return self.context + self.generation
-
-
-@dataclass(slots=True)  # not frozen, here and below: creating frozen ones takes five times as long
-class Result:
-    """Tokens of one sequence. Streaming responses contain only the new ones unless requested
-    otherwise."""
-
-    sequence_index: int
-    output_token_ids: tuple[int, ...]
-    is_sequence_final: bool
-    is_final: bool  # the last response of the whole request
-    finish_reason: FinishReason
-    log_probs: tuple[float, ...] | None = None
-    cum_log_prob: float | None = None
-    # How the tokens were made; not part of the result itself. Steps with the request so far:
-    decoding_iter: int = field(default=0, compare=False)
-    request_perf_metrics: RequestPerfMetrics | None = field(default=None, compare=False)
-
-
-@dataclass(slots=True)
-class Response:
-    """Either a result or the error that ended the request; never both."""
-
-    request_id: int
-    client_id: int | None = None
-    result: Result | None = None
-    error: Exception | None = None
-
-    @property
-    def has_error(self) -> bool:
-        """True when the request failed or was refused."""
-        return self.error is not None
 
 
 def _require(condition: bool, name: str, found: object, wanted: str) -> None:

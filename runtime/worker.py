@@ -21,7 +21,8 @@ from llmctl.runtime.assembly import Parts
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.loop import StepReport
-from llmctl.runtime.request import FinishReason, Response, Sequence
+from llmctl.runtime.request import FinishReason, Sequence
+from llmctl.runtime.response import Response
 from llmctl.runtime.schedule.admission import check_token_ids
 
 IDLE_S = 0.05  # without requests, before graphs are captured ahead of need
@@ -219,9 +220,9 @@ class Worker:
     def _retire(self, tracked: TrackedRequest, responses: list[Response]) -> None:
         # Post before releasing, so that the request has its response even if releasing raises.
         del self._active[tracked.request_id]
-        self._mailbox.post(responses)
-        if not tracked.is_started:
+        if not tracked.is_started:  # before whoever reads its end takes its place in the queue
             self._inbox.leave_queue(1)
+        self._mailbox.post(responses)
         for sequence in tracked.sequences:
             self.scheduler.cancel(sequence)
             self._forget(sequence)

@@ -99,7 +99,7 @@ def test_the_loser_of_a_race_is_told_and_the_winner_stays_whole(tmp_path: Path) 
         try:
             with publish(tmp_path / "out") as scratch:
                 (scratch / "who").write_text(name)
-                both_inside.wait(timeout=10)
+                both_inside.wait(timeout=60)
             outcomes.append("won " + name)
         except OutputExists:
             outcomes.append("lost " + name)
@@ -127,7 +127,7 @@ def test_kill_minus_nine_leaves_only_a_hidden_partial(tmp_path: Path) -> None:
     with child:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGKILL)
-        child.wait(timeout=10)
+        child.wait(timeout=60)
     names = leftovers(tmp_path)
     assert len(names) == 1 and names[0].startswith(".out.") and names[0].endswith(".partial")
     # A later build into the same name works.

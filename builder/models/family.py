@@ -7,7 +7,7 @@ family's own transformers config class, because exporters omit fields that equal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,11 @@ def late_layers_window(config: Mapping[str, Any], num_layers: int) -> tuple[int,
     if kinds is None:
         first = config["max_window_layers"]
         kinds = ["sliding_attention" if i >= first else "full" for i in range(num_layers)]
+    return windows_of(kinds, window)
+
+
+def windows_of(kinds: Sequence[str], window: int) -> tuple[int, ...]:
+    """The window of each layer, of the kinds that `layer_types` names."""
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 

@@ -1,13 +1,15 @@
-"""Mistral 7B, Nemo, Small: no biases, one sliding window for every layer or none."""
+"""Mistral 7B, Nemo, Small, and Ministral where it declares itself a Mistral with `layer_types`: no
+biases, one sliding window for every layer, for those of `layer_types`, or none."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from llmctl.builder.models.family import Family, never
+from llmctl.builder.models.family import Family, never, windows_of
 
 
 def _one_window(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    return (config["sliding_window"] or 0,) * num_layers
+    window, kinds = config["sliding_window"] or 0, config.get("layer_types")
+    return (window,) * num_layers if kinds is None else windows_of(kinds, window)
 
 
 MISTRAL = Family(

@@ -12,7 +12,8 @@ import numpy as np
 
 from llmctl.cli.bench.records import Arrival, Clock, Recording, RequestRecord
 from llmctl.errors import BadConfig, RankFailure, RequestError
-from llmctl.runtime.request import FinishReason, Request, Response
+from llmctl.runtime.request import FinishReason, Request
+from llmctl.runtime.response import Response
 from llmctl.runtime.stats.counters import IterationStats
 
 

@@ -9,7 +9,8 @@ from time import perf_counter
 from typing import Protocol
 
 from llmctl.errors import ExecutorClosed, RankFailure
-from llmctl.runtime.request import FinishReason, Request, Response, Result
+from llmctl.runtime.request import FinishReason, Request
+from llmctl.runtime.response import Response, Result
 
 
 class RequestQueue(Protocol):

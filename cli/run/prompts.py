@@ -140,7 +140,8 @@ def make_rows(
     """A row per prompt; one that cannot become a request carries the error instead. Raises
     TokenizerError where --chat has no template for any.
 
-    `model_end_ids` are further ids that end an output, used unless --end-id is given.
+    `model_end_ids` are those of the model's configuration, which end an output beside the
+    tokenizer's unless --end-id is given.
     """
     rows = []
     chats: Sequence[list[int] | LlmctlError | None] = [None] * len(prompts)
@@ -203,14 +204,13 @@ def _request(
 ) -> Request:
     settings = dict(prompt.settings)
     end_id: int | None = tokenizer.end_id
-    end_words: list[tuple[int, ...]] = []
+    further: list[int] = []
     if options.end_id is not None:
         end_id = options.end_id if options.end_id >= 0 else None
-    else:  # a request has one end id; further ones end it as words of one token
-        others = [item for item in model_end_ids if item != end_id]
-        if end_id is None and others:
-            end_id = others.pop(0)
-        end_words = [(item,) for item in others]
+    else:
+        further = [item for item in model_end_ids if item != end_id]
+        if end_id is None and further:
+            end_id = further.pop(0)
     stop = _words(settings.pop("stop_words", None), options.stop_words, index, tokenizer)
     bad = _words(settings.pop("bad_words", None), options.bad_words, index, tokenizer)
     priority, window = settings.pop("priority", 0.5), row_window(settings)
@@ -221,7 +221,8 @@ def _request(
         output_config=OutputConfig(return_log_probs=options.needs_log_probs),
         streaming=True,  # the time to the first token is part of every report
         end_id=end_id,
-        stop_words=(*stop, *end_words),
+        further_end_ids=tuple(further),
+        stop_words=stop,
         bad_words=bad,
         priority=priority,
         lookahead_config=window,

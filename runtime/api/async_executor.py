@@ -13,7 +13,8 @@ from contextlib import suppress
 from llmctl.errors import BadConfig
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.api.mailbox import is_final
-from llmctl.runtime.request import Request, Response
+from llmctl.runtime.request import Request
+from llmctl.runtime.response import Response
 
 
 class _LoopBridge:

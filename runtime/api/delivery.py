@@ -17,7 +17,8 @@ from llmctl.runtime.api.mailbox import Mailbox
 from llmctl.runtime.api.tracking import TrackedRequest
 from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.loop import StepReport
-from llmctl.runtime.request import FinishReason, Response, Sequence
+from llmctl.runtime.request import FinishReason, Sequence
+from llmctl.runtime.response import Response
 from llmctl.runtime.stats.recorder import Moment, Recorder
 
 # After first tokens the executor's thread leaves Python's lock to who waits for them. Otherwise it

@@ -27,7 +27,8 @@ from llmctl.runtime.assembly import assemble
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.plain.drafter import NoDrafter
 from llmctl.runtime.kv_cache import KvCacheEventManager
-from llmctl.runtime.request import Request, Response
+from llmctl.runtime.request import Request
+from llmctl.runtime.response import Response
 from llmctl.runtime.rounds.rounds import RoundRunner
 from llmctl.runtime.stats.counters import IterationStats, RequestStatsPerIteration, SpeculationStats
 from llmctl.runtime.step import StepRunner

@@ -9,7 +9,7 @@ from contextlib import suppress
 from time import monotonic
 
 from llmctl.errors import RequestError
-from llmctl.runtime.request import Response
+from llmctl.runtime.response import Response
 
 Deliver = Callable[[Response], None]
 _Receiver = tuple[Deliver, Callable[[int], None]]  # and what cancels the request if it raises

@@ -7,7 +7,8 @@ from time import monotonic
 
 from llmctl.plugins.ops.paged_attention.fp8_context import context_end
 from llmctl.runtime.generate.commit import Commit
-from llmctl.runtime.request import FinishReason, Request, Response, Result, Sequence
+from llmctl.runtime.request import FinishReason, Request, Sequence
+from llmctl.runtime.response import Response, Result
 from llmctl.runtime.stats.counters import RequestStage, RequestStats
 from llmctl.runtime.stats.request_metrics import PerfTrace, kv_cache_metrics
 

@@ -37,7 +37,7 @@ class Sampler:
         params = request.sampling_config
         if not params.is_greedy or not is_by_logits(request):
             return False
-        return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
+        return sequence.num_new_tokens >= params.min_tokens or not request.end_ids
 
     def row(
         self, sequence: Sequence, path: Tokens[int] = (), stream: int = TARGET_STREAM
@@ -53,7 +53,8 @@ class Sampler:
                 ngrams = NgramBans(params.no_repeat_ngram_size)
                 self._ngrams[sequence.sequence_id] = ngrams
             banned = ngrams.after(sequence.tokens, path)
-        tail = (*sequence.tokens[len(sequence.tokens) - reach :], *path) if reach else ()
+        begin = max(0, len(sequence.tokens) - reach)  # the longest word may be longer than they
+        tail = (*sequence.tokens[begin:], *path) if reach else ()
         return SamplingRow(
             params=params,
             seed=sequence.seed,

@@ -1,4 +1,4 @@
-"""Where a run of newly accepted tokens ends: end id, stop words, length.
+"""Where a run of newly accepted tokens ends: end ids, stop words, length.
 
 A run is scanned token by token in order, and everything after the first stop is dropped before
 anything is committed, so tokens, log-probs and cache lengths are cut at the same place. The end id
@@ -15,24 +15,30 @@ from llmctl.runtime.request import FinishReason, Request, Sequence
 def first_stop(sequence: Sequence, run: Tokens[int]) -> tuple[int, FinishReason]:
     """(tokens of `run` to keep, reason). The run continues sequence.tokens, not yet extended.
 
-    The end id is tested before stop words and those before the length limit. No earlier than the
+    End ids are tested before stop words and those before the length limit. No earlier than the
     request's min_tokens; a stop word lies wholly in the output, possibly begun in earlier rounds.
     """
     request = sequence.request
     room = sequence.max_len - len(sequence.tokens)
-    if len(run) < room and not request.stop_words and request.end_id not in run:
+    if len(run) < room and not request.stop_words and not _has_end(request, run):
         return len(run), FinishReason.NOT_FINISHED  # the common case
+    end_ids = request.end_ids
     num_new_tokens = sequence.num_new_tokens
     for index, token in enumerate(run):
         num_kept = index + 1
         is_due = num_new_tokens + num_kept >= request.sampling_config.min_tokens
-        if token == request.end_id and is_due:
+        if token in end_ids and is_due:
             return num_kept, FinishReason.END_ID
         if request.stop_words and is_due and _ends_in_stop_word(sequence, run[:num_kept]):
             return num_kept, FinishReason.STOP_WORDS
         if num_kept >= room:
             return num_kept, FinishReason.LENGTH
     return len(run), FinishReason.NOT_FINISHED
+
+
+def _has_end(request: Request, run: Tokens[int]) -> bool:
+    further = request.further_end_ids
+    return request.end_id in run or (bool(further) and not frozenset(further).isdisjoint(run))
 
 
 def _ends_in_stop_word(sequence: Sequence, run: Tokens[int]) -> bool:
@@ -48,16 +54,16 @@ def banned_next(request: Request, tail: Tokens[int], num_new_tokens: int) -> tup
     """Ids that must not follow `tail` (at least the last `bad_word_reach` tokens of the history,
     drafts on the path included), when `num_new_tokens` output tokens exist before them.
 
-    An id is banned when it would complete a bad word, which may begin in the prompt, and the end
-    id is banned while it would come before min_tokens.
+    An id is banned when it would complete a bad word, which may begin in the prompt, and end ids
+    are banned while they would come before min_tokens.
     """
     banned = [
         word[-1]
         for word in request.bad_words
         if len(word) == 1 or tuple(tail[-(len(word) - 1) :]) == word[:-1]
     ]
-    if request.end_id is not None and num_new_tokens < request.sampling_config.min_tokens:
-        banned.append(request.end_id)
+    if num_new_tokens < request.sampling_config.min_tokens:
+        banned += request.end_ids
     return tuple(banned)
 
 

@@ -164,7 +164,7 @@ class CudaRoundRunner:
             return False
         if not is_by_logits(request) or request.output_config.return_log_probs:
             return False
-        return request.end_id is None or sequence.num_new_tokens >= params.min_tokens
+        return sequence.num_new_tokens >= params.min_tokens or not request.end_ids
 
     def prepare(self, max_batch_size: int, max_num_tokens: int) -> None:
         """Capture the graphs of rounds of up to so many sequences, running each on padding, and

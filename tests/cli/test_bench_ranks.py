@@ -174,7 +174,7 @@ def test_what_was_measured_before_a_rank_was_lost_is_reported(
 
 
 def test_a_rank_that_is_killed_in_a_sweep_ends_it(program, rank_engines):
-    argv = ["bench", "throughput", "--engine-dir", rank_engines.target, "--num-requests", 1000,
+    argv = ["bench", "throughput", "--engine-dir", rank_engines.target, "--num-requests", 250,
             "--target-input-len", 16, "--target-output-len", 64, "--concurrency", 4,
             "--draft-engine", rank_engines.draft, "--sweep-draft-len", "1..4"]  # fmt: skip
     process = subprocess.Popen(

@@ -77,7 +77,7 @@ def _output(shell: str, commands: str) -> list[str]:
         pytest.skip(f"{shell} is not installed")
     quiet = ["--norc", "--noprofile"] if shell == "bash" else ["-f"] if shell == "zsh" else []
     done = subprocess.run(
-        [shell, *quiet, "-c", commands], capture_output=True, text=True, timeout=30, check=True
+        [shell, *quiet, "-c", commands], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stderr == ""
     return [line for line in done.stdout.splitlines() if line]

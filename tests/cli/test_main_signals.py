@@ -79,7 +79,7 @@ main.main()
 def test_signals_are_neither_lost_nor_cut_clean_ups_short(number, code, is_dropped):
     text = _SIGNALLED.format(number=int(number), is_dropped=is_dropped)
     words = [sys.executable, "-c", text]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
     assert done.stdout == ("" if is_dropped else "cleaned\n")
 
@@ -110,7 +110,7 @@ def test_a_bug_report_takes_any_command_line(llmctl, command_that_raises, monkey
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_closed_stream_is_no_failure(program, closed):
     words = shlex.join([*program, "--help"]) + f" {closed}>&-"
-    done = subprocess.run(words, shell=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == ""
     assert ("Usage" in done.stdout) == (closed == 2)
 
@@ -120,7 +120,7 @@ def test_a_reader_that_has_gone_is_no_error_message(program):
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
-        done = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, timeout=120)
     finally:
         os.close(write_end)
     assert done.returncode == 141 and done.stderr == b""
@@ -130,7 +130,7 @@ def test_a_reader_that_has_gone_is_no_error_message(program):
 def test_results_that_do_not_fit_the_disk_are_a_named_failure(program):
     with Path("/dev/full").open("w") as full:
         words = [*program, "run", "--help"]
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 3
     assert done.stderr.startswith("error[OutOfDisk]: ") and "Traceback" not in done.stderr
 
@@ -170,7 +170,7 @@ def test_inspecting_an_engine_imports_nothing_heavy(engines):
 
 def assert_imports_nothing_heavy(*argv: object) -> None:
     words = [sys.executable, "-X", "importtime", "-m", "llmctl.cli.entry", *map(str, argv)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
     imported = {line.split("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "typer" in imported
     heavy = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "modelopt", "jinja2"}
@@ -179,8 +179,11 @@ def assert_imports_nothing_heavy(*argv: object) -> None:
 
 def test_help_is_quick(program):
     def seconds() -> float:
-        began = time.perf_counter()
-        subprocess.run([*program, "--help"], stdout=subprocess.DEVNULL, check=True)
-        return time.perf_counter() - began
+        """Of a processor: how long others keep it waiting says nothing."""
+        with subprocess.Popen([*program, "--help"], stdout=subprocess.DEVNULL) as process:
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        return used.ru_utime + used.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 0.5  # 0.06 s on an idle core; others may be busy
+    assert min(seconds() for _ in range(3)) < 0.5  # 0.06 s; a core may be shared

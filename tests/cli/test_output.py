@@ -15,7 +15,8 @@ from llmctl.cli.run.output import StreamPrinter, print_rows, run_json
 from llmctl.cli.run.report import stats_lines, summarize
 from llmctl.errors import PromptTooLong, RequestError
 from llmctl.runtime.kv_cache import KvCacheStats
-from llmctl.runtime.request import FinishReason, Request, Response, Result, SamplingConfig
+from llmctl.runtime.request import FinishReason, Request, SamplingConfig
+from llmctl.runtime.response import Response, Result
 from llmctl.runtime.stats.counters import SpeculationStats
 
 

@@ -18,7 +18,8 @@ from llmctl.cli.run.generate import Row, generate
 from llmctl.cli.run.results import Results
 from llmctl.errors import BadLogits, ExecutorClosed, RankFailure
 from llmctl.runtime.engines.cpu_engine import CpuEngine
-from llmctl.runtime.request import FinishReason, Request, Response, Result
+from llmctl.runtime.request import FinishReason, Request
+from llmctl.runtime.response import Response, Result
 
 
 class Backwards:

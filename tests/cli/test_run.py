@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from support.run import TWO, ids
@@ -131,3 +133,19 @@ def test_the_end_id_ends_an_output_and_is_overridden_by_minus_one(outputs):
     (ended,) = outputs("--input-text", "x =", "--end-id", str(third), tokens=6)
     assert ended["finish_reason"] == "end_id"
     assert ended["token_ids"] == plain["token_ids"][: plain["token_ids"].index(third) + 1]
+
+
+def test_all_end_ids_of_the_model_end_outputs_alike(run, outputs, engines, tmp_path: Path):
+    (plain,) = outputs("--input-text", "x =", "--end-id", "-1", tokens=6)
+    third = plain["token_ids"][2]
+    folder = shutil.copytree(engines.target, tmp_path / "engine")
+    config = json.loads((folder / "config.json").read_text())
+    config["pretrained_config"]["eos_token_id"] = [1, third]
+    (folder / "config.json").write_text(json.dumps(config))
+    row = {"prompt": "x =", "min_tokens": 4}
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "x ="}) + "\n" + json.dumps(row))
+    done = run("--input-file", tmp_path / "x.jsonl", "--json", engine=folder, tokens=6)
+    ended, later = json.loads(done.out)["outputs"]
+    assert ended["finish_reason"] == "end_id"
+    assert ended["token_ids"] == plain["token_ids"][: plain["token_ids"].index(third) + 1]
+    assert len(later["token_ids"]) >= 4 and third not in later["token_ids"][:3]

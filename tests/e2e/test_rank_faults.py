@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.e2e import DemoPair
 from support.rank_runs import (
+    END_S,
     ENDLESS,
     JOB,
     LIMIT_S,
@@ -34,7 +35,7 @@ def leader_beside(ranks: Ranks, follower: list[str], engine: Path) -> tuple[int,
     ours, ranks.engine = ranks.engine, engine
     ranks.launch(follower, SHORT, {**JOB, "RANK": "1"})
     ranks.engine = ours
-    return end_of(ranks.launch(ranks.program, SHORT, {**JOB, "RANK": "0"}), 30)
+    return end_of(ranks.launch(ranks.program, SHORT, {**JOB, "RANK": "0"}))
 
 
 # ---- ranks that end or hang ----
@@ -48,17 +49,19 @@ def test_a_rank_that_dies_ends_the_run(ranks: Ranks, number: signal.Signals, sai
     leader = ranks.start(*ENDLESS)
     pid = ranks.follower(leader)
     os.kill(pid, number)
-    code, err = end_of(leader, 10)
+    code, err = end_of(leader, END_S)
     assert code == 1
     require_one_error(err, f"error[RankFailure]: rank 1 (process {pid}) {said}")
     require_gone(pid)
 
 
 def test_a_rank_that_hangs_ends_the_run(ranks: Ranks) -> None:
-    leader = ranks.start(*ENDLESS, "--rank-timeout", 1)
+    soon = "import llmctl.runtime.ranks.processes as p; p.END_S = 0.5"  # then it is killed
+    program = [sys.executable, "-c", WRAPPED, soon]
+    leader = ranks.launch(program, (*ENDLESS, "--rank-timeout", 1), {})
     pid = ranks.follower(leader)
     os.kill(pid, signal.SIGSTOP)
-    code, err = end_of(leader, 15)
+    code, err = end_of(leader, END_S)
     assert code == 1
     require_one_error(err, f"rank 1 (process {pid}) has not ")
     assert "for 1 s: it hangs, or was stopped" in err  # come, or allocated its memory
@@ -71,7 +74,7 @@ def test_ctrl_c_ends_all_ranks(ranks: Ranks) -> None:
     pid = ranks.follower(leader)
     os.kill(pid, signal.SIGINT)
     os.killpg(leader.pid, signal.SIGINT)
-    code, err = end_of(leader, 10)
+    code, err = end_of(leader, END_S)
     assert code == 130 and "RankFailure" not in err and "Traceback" not in err, err
     require_gone(pid)
 
@@ -120,7 +123,7 @@ def test_a_rank_file_that_is_cut_off_is_named(ranks: Ranks, tmp_path: Path) -> N
     shutil.copytree(ranks.engine, tmp_path / "cut")
     os.truncate(tmp_path / "cut/rank1.engine", 1000)
     ranks.engine = tmp_path / "cut"
-    code, err = end_of(ranks.launch(ranks.program, SHORT, {}), 30)
+    code, err = end_of(ranks.launch(ranks.program, SHORT, {}))
     assert code == 1
     require_one_error(err, "failed: CorruptEngine: ")
     assert "rank1.engine" in err
@@ -146,7 +149,7 @@ def test_a_rank_of_another_version_is_named(ranks: Ranks, change: str, said: str
 
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     words = (*SHORT, "--rank-timeout", 1)
-    code, err = end_of(ranks.launch(ranks.program, words, {**JOB, "RANK": "0"}), 15)
+    code, err = end_of(ranks.launch(ranks.program, words, {**JOB, "RANK": "0"}))
     assert code == 1
     require_one_error(err, "rank 1 has not come within 1 s; 1 of 2 ranks are here")
 
@@ -163,7 +166,7 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
 def test_another_number_of_ranks_is_refused(
     ranks: Ranks, environment: dict[str, str], words: tuple[str, ...], said: str
 ) -> None:
-    code, err = end_of(ranks.launch(ranks.program, (*SHORT, *words), environment), 15)
+    code, err = end_of(ranks.launch(ranks.program, (*SHORT, *words), environment))
     assert code == 2
     require_one_error(err, said)
 
@@ -182,6 +185,6 @@ def test_a_job_that_has_a_rank_0_already_is_named(ranks: Ranks) -> None:
     assert world is not None
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(address_of(world.job))
-        code, err = end_of(ranks.launch(ranks.program, SHORT, environment), 15)
+        code, err = end_of(ranks.launch(ranks.program, SHORT, environment))
     assert code == 1
     require_one_error(err, "has a rank 0 already")

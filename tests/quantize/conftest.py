@@ -55,6 +55,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral-window": ("Mistral", {"sliding_window": 16}),
+    "mistral-mixed-window": (
+        "Mistral",
+        {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "qwen2-mixed-window": (
         "Qwen2",
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},

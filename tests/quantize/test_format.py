@@ -16,6 +16,7 @@ from llmctl.quantize.format import (
 )
 
 FLOAT8 = {"num_bits": 8, "type": "float"}
+TOKEN = {**FLOAT8, "dynamic": True, "strategy": "token"}
 
 
 def read(config: dict[str, Any], nested: dict[str, Any] | None = None) -> QuantizationInfo | None:
@@ -59,16 +60,16 @@ def test_a_flat_hf_quant_config_is_read() -> None:
 @pytest.mark.parametrize(
     ("config", "algo", "strategy", "activations", "kv_cache"),
     [
-        (compressed({"strategy": "tensor"}, {"dynamic": False}), "FP8", "tensor", "static", None),
+        (compressed({"strategy": "tensor"}, FLOAT8), "FP8", "tensor", "static", None),
         (
-            compressed({"strategy": "tensor"}, {"dynamic": False}, kv_cache_scheme=FLOAT8),
+            compressed({"strategy": "tensor"}, FLOAT8, kv_cache_scheme=FLOAT8),
             "FP8",
             "tensor",
             "static",
             "FP8",
         ),
         (
-            compressed({"strategy": "channel"}, {"dynamic": True}),
+            compressed({"strategy": "channel"}, TOKEN),
             "FP8_PER_CHANNEL_PER_TOKEN",
             "channel",
             "dynamic",
@@ -132,7 +133,7 @@ def test_other_exporters_are_understood(
 
 
 def test_compression_config_is_read_like_quantization_config() -> None:
-    config = compressed({"strategy": "tensor"}, {"dynamic": False})
+    config = compressed({"strategy": "tensor"}, FLOAT8)
     assert read({"compression_config": config["quantization_config"]}) == read(config)
 
 

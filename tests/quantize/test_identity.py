@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmctl.quantize.checkpoint import Checkpoint
+from llmctl.quantize.quantizer import run_quantization
 
 MXFP4 = "w4a8_mxfp4_fp8"
 FAMILIES = ["llama", "llama-tied-7-heads", "mistral-window", "qwen2-mixed-window", "qwen3-tied"]
@@ -23,13 +24,17 @@ def stored_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def assert_same_checkpoint(ours: Path, theirs: Path) -> None:
-    a, b = Checkpoint.open(ours), Checkpoint.open(theirs)
+def assert_same_tensors(a: Checkpoint, b: Checkpoint) -> None:
     assert a.tensors.keys() == b.tensors.keys()
     described = {n: (i.dtype, i.shape) for n, i in a.tensors.items()}
     assert described == {n: (i.dtype, i.shape) for n, i in b.tensors.items()}
     different = [n for n in a.tensors if stored_bytes(a.read(n)) != stored_bytes(b.read(n))]
     assert not different
+
+
+def assert_same_checkpoint(ours: Path, theirs: Path) -> None:
+    a, b = Checkpoint.open(ours), Checkpoint.open(theirs)
+    assert_same_tensors(a, b)
     assert a.config == b.config
     key = "quantization_config"
     assert list(a.config[key]) == list(b.config[key])  # in ModelOpt's order too
@@ -49,6 +54,35 @@ def test_every_tensor_and_config_field_equals_modelopts_export(
     assert_same_checkpoint(ours, modelopt_export(family, kv_cache_dtype))
     scales = [n for n in Checkpoint.open(ours).tensors if n.endswith(("k_scale", "v_scale"))]
     assert len(scales) == (4 if kv_cache_dtype == "fp8" else 0)  # one K and one V in two layers
+
+
+def test_a_mistral_with_layer_types_is_calibrated_with_the_window_of_each_layer(
+    quantized: Callable[..., Path], modelopt_export: Callable[..., Path]
+) -> None:
+    family = "mistral-mixed-window"  # AutoModel exports it as a Ministral: its config is another
+    ours = Checkpoint.open(quantized(family, kv_cache_dtype="fp8"))
+    assert_same_tensors(ours, Checkpoint.open(modelopt_export(family, "fp8")))
+
+
+@pytest.mark.parametrize("is_other", [True, False], ids=["another", "a copy"])
+def test_the_output_projection_of_a_tied_checkpoint_is_kept_where_it_differs(
+    editable: Callable[..., Path],
+    plan_tiny: Callable[..., Any],
+    tmp_path: Path,
+    is_other: bool,
+) -> None:
+    def add_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][-1] += float(is_other)
+
+    source = editable(add_head, "qwen3-tied")
+    run_quantization(plan_tiny(source, tmp_path / "out", kv_cache_dtype="none"))
+    result = Checkpoint.open(tmp_path / "out")
+    assert result.config["tie_word_embeddings"] == (not is_other)
+    assert ("lm_head.weight" in result.tensors) == is_other
+    if is_other:
+        wanted = Checkpoint.open(source).read("lm_head.weight")
+        assert torch.equal(result.read("lm_head.weight"), wanted)
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.float32])

@@ -23,7 +23,7 @@ from llmctl.runtime.ranks.launch import World, address_of
 from llmctl.runtime.ranks.leader import Leader
 from llmctl.runtime.ranks.processes import RankOptions, start_rank
 
-LIMIT_S = 10.0  # of what ends before
+LIMIT_S = 20.0  # of what ends before
 IN_VAIN_S = 0.3  # of waiting for who never comes
 Others = Callable[[Callable[[], Channel]], None]
 _numbers = count()
@@ -138,7 +138,7 @@ def test_whoever_says_nothing_does_not_keep_rank_0_waiting(meet: Callable[..., A
     start = time.monotonic()
     error, _ = meet(lambda join: join(), limit_s=IN_VAIN_S)
     assert "rank 1 has not come within 0.3 s" in str(error)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < LIMIT_S
 
 
 @pytest.mark.parametrize(

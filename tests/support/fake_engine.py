@@ -246,13 +246,13 @@ def plain_answer(engine: FakeEngine, request: Request, index: int = 0):
             ngrams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
             last = tuple(tokens[len(tokens) - size + 1 :])
             banned += [ngram[-1] for ngram in ngrams if ngram[:-1] == last]
-        if request.end_id is not None and len(new) < params.min_tokens:
-            banned.append(request.end_id)
+        if len(new) < params.min_tokens:
+            banned += request.end_ids
         counts = np.bincount(tokens, minlength=engine.vocab_size).astype(np.int32)
         row = SamplingRow(params, params.seed + index, len(tokens), counts, tuple(banned))
         context = as_computed(tokens, context_end(len(prompt), engine.context_group))
         new.append(int(sample_rows(engine.logits(context)[None], [row])[0]))
-        if new[-1] == request.end_id:
+        if new[-1] in request.end_ids:
             return new, FinishReason.END_ID
         if len(new) >= params.min_tokens and any(
             tuple(new[-len(word) :]) == word for word in request.stop_words

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmctl.runtime.api.executor import Executor
-from llmctl.runtime.request import FinishReason, OutputConfig, Request, Response, SamplingConfig
+from llmctl.runtime.request import FinishReason, OutputConfig, Request, SamplingConfig
+from llmctl.runtime.response import Response
 
 WAIT_S = 30.0  # a device that says nothing for so long hangs
 MAX_GAP_S = (0.002, 0.02)  # between arrivals: a burst first, then one by one

@@ -14,7 +14,10 @@ PROMPT = ("--input-text", "def read_lines(path):")
 ENDLESS = (*PROMPT, "--max-output-len", "900", "--end-id", "4000")
 ENDLESS += ("--num-return-sequences", "32", "--temperature", "1")
 SHORT = (*PROMPT, "--max-output-len", "8")
-LIMIT_S = 60.0  # of a test's waiting; what is measured is said where it matters
+LIMIT_S = 60.0  # of a test's waiting, for processes that import torch beside others
+# Of the end of a run that generates, once something has happened to it: a few seconds, more where
+# others have the cores. Less than RANK_WAITS_S, in which a rank that is silent would be noticed.
+END_S = 25.0
 
 
 @dataclass
@@ -66,11 +69,9 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def end_of(process: subprocess.Popen[str], within_s: float) -> tuple[int, str]:
+def end_of(process: subprocess.Popen[str], within_s: float = LIMIT_S) -> tuple[int, str]:
     """(exit code, stderr) of a run that ends in time."""
-    start = time.monotonic()
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert time.monotonic() - start < within_s
+    _, err = process.communicate(timeout=within_s)
     return process.returncode, err
 
 
@@ -81,7 +82,7 @@ def require_one_error(err: str, said: str) -> None:
 
 
 def require_gone(pid: int) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + END_S
     while is_there(pid) and time.monotonic() < end:
         time.sleep(0.02)
     assert not is_there(pid)

@@ -35,7 +35,7 @@ def test_times_of_a_benchmark_are_in_order(clock_that_jumps_back, bench, drafted
     ends = [step["end_s"] for step in steps]
     assert ends == sorted(ends) and ends[0] > 0 and ends[-1] < 60
     first = min(request["arrivals"][0][0] for request in requests)
-    assert ends[0] <= first + 0.5  # one clock for both
+    assert abs(ends[0] - first) < 60  # one clock for both; another is an hour off, or more
     for request in requests:
         times = [request["submit_s"], *(at_s for at_s, _ in request["arrivals"])]
         assert times == sorted(times)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from support.load_driver import FakeDriver
 
 from llmctl.errors import DeviceFailure
 from llmctl.plugins.backends.cuda import load, load_ahead
+from llmctl.plugins.backends.cuda.load import ReadingReport
 from llmctl.plugins.backends.cuda.load_ahead import START_FUNCTIONS, ReadingAhead
 
 SIZE = 100_000
@@ -62,9 +64,14 @@ def test_memory_that_nobody_takes_is_freed_and_reading_stops(tmp_path, values, m
     monkeypatch.setattr(load, "CHUNK_BYTES", 10)
     began = threading.Event()
     copy, copied = driver.do_cuMemcpyHtoDAsync_v2, []
+    report = ReadingReport()
+    monkeypatch.setattr(load_ahead, "ReadingReport", lambda: report)
 
     def slow(target, source, size, stream) -> None:
         began.set()
+        until = monotonic() + 20
+        while not copied and not report.is_stopped and monotonic() < until:
+            sleep(0.001)  # as long as whoever drops it takes
         copied.append(size)
         copy(target, source, size, stream)
 

@@ -14,7 +14,8 @@ from llmctl.runtime.api import delivery, freezing
 from llmctl.runtime.api.async_executor import _LoopBridge
 from llmctl.runtime.api.executor import Executor, ExecutorConfig, KvCacheConfig
 from llmctl.runtime.api.mailbox import Mailbox
-from llmctl.runtime.request import FinishReason, Request, Response
+from llmctl.runtime.request import FinishReason, Request
+from llmctl.runtime.response import Response
 
 WAIT_S = 30.0
 PROMPT = (3, 1, 4, 1, 5)

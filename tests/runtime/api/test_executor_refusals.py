@@ -201,6 +201,23 @@ def test_refused_and_cancelled_requests_leave_the_queue(gated, make):
     collect(executor, executor.enqueue_request(Request(PROMPT, 3)))
 
 
+def test_whoever_hears_of_a_refusal_may_take_its_place_in_the_queue(make):
+    executor = make(max_queue_size=1)
+    heard, answered = [], threading.Event()
+
+    def again(refused) -> None:
+        try:
+            executor.enqueue_request(Request(PROMPT, 2), heard.append)
+        except QueueFull as error:
+            heard.append(error)
+        answered.set()
+
+    executor.enqueue_request(Request((99,), 3), again)
+    assert answered.wait(WAIT_S)
+    executor.shutdown(drain=True)
+    assert len(heard) == 1 and not isinstance(heard[0], QueueFull)
+
+
 def test_a_drafter_the_target_was_not_built_for_is_refused(fake):
     with pytest.raises(PairMismatch, match="max_draft_len 8"):
         Executor(fake.Engine(), NgramDrafter(9), config(), ReferenceSampling())

@@ -24,7 +24,7 @@ GOOD = {
     TokenRangeRetentionConfig: TokenRangeRetentionConfig(0),
 }
 FIELDS = [(cls, field.name) for cls in GOOD for field in fields(cls)]
-OF_TOKENS = ("input_token_ids", "stop_words", "bad_words")  # lists are fine there
+OF_TOKENS = ("input_token_ids", "stop_words", "bad_words", "further_end_ids")  # lists are fine
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_numbers_of_numpy_and_lists_are_stored_as_pythons():
 
 
 def test_true_is_no_token(executor):
-    for words in ({}, {"stop_words": ((True,),)}):
+    for words in ({}, {"stop_words": ((True,),)}, {"further_end_ids": (True,)}):
         prompt = PROMPT if words else (True, *PROMPT)
         error = answer(executor, Request(prompt, 3, **words)).error
         assert type(error) is BadConfig and "holds what is no token id: (True" in str(error)

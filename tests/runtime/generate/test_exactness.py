@@ -41,6 +41,7 @@ def random_request(generator: np.random.Generator, pool: list[list[int]]) -> Req
         sampling_config=config,
         output_config=OutputConfig(return_log_probs=bool(generator.random() < 0.3)),
         end_id=int(generator.integers(VOCAB)) if generator.random() < 0.5 else None,
+        further_end_ids=(int(generator.integers(VOCAB)),) if generator.random() < 0.2 else (),
         stop_words=tuple(words[1:3]) if generator.random() < 0.4 else (),
         bad_words=(words[0], words[3]) if generator.random() < 0.4 else (),
     )

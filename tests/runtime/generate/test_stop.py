@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
+from transformers import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
+from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+from llmctl.runtime.generate.sampler import Sampler
 from llmctl.runtime.generate.stop import banned_next, first_stop
 from llmctl.runtime.request import FinishReason, OutputConfig, Request, SamplingConfig, Sequence
 
@@ -26,6 +31,30 @@ def test_the_end_id_cuts_the_run_after_itself(place):
     run[place] = 9
     found = first_stop(sequence_of([], end_id=9), run)
     assert found == (place + 1, FinishReason.END_ID)
+
+
+@pytest.mark.parametrize("end_id", [None, 4])
+def test_further_end_ids_end_as_the_first_does(end_id):
+    sequence = sequence_of([], end_id=end_id, further_end_ids=(8, 9))
+    assert first_stop(sequence, [5, 9, 5]) == (2, FinishReason.END_ID)
+    assert first_stop(sequence, [5, 8, 9]) == (2, FinishReason.END_ID)
+    assert first_stop(sequence, [5, 6, 5]) == (3, FinishReason.NOT_FINISHED)
+
+
+@pytest.mark.parametrize("end_id", [None, 4])
+@pytest.mark.parametrize("num_new", range(4))
+def test_no_end_id_comes_before_min_tokens_as_in_transformers(end_id, num_new):
+    config = SamplingConfig(min_tokens=2)
+    request = Request(PROMPT, 9, config, end_id=end_id, further_end_ids=(0, 7))
+    sequence = Sequence(1, 1, request, 0, [*PROMPT, *range(num_new)], len(PROMPT), 12)
+    ends = [0, 7] if end_id is None else [end_id, 0, 7]
+    scores = MinNewTokensLengthLogitsProcessor(len(PROMPT), 2, ends, device="cpu")(
+        torch.tensor([sequence.tokens]), torch.zeros(1, 10)
+    )
+    wanted = torch.nonzero(torch.isinf(scores[0])).flatten().tolist()
+    sampler = Sampler(10, ReferenceSampling())
+    assert sorted(sampler.row(sequence).banned) == wanted
+    assert sampler.is_plain(sequence) is not bool(wanted)
 
 
 @pytest.mark.parametrize("place", range(2, 7))
@@ -66,6 +95,38 @@ def test_bad_words_ban_their_last_token_after_the_others_and_the_end_id_waits():
     assert banned_next(request, PROMPT, 0) == (5, 6, 7, 0)
     assert banned_next(request, (1, 3, 4), 2) == (5,)
     assert banned_next(request, (3,), 2) == (5, 6)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_bad_words_of_several_lengths_are_those_of_transformers_in_histories_of_any_length(
+    num_drafts,
+):
+    generator, vocab = np.random.default_rng(7), 4
+    sampler = Sampler(vocab, ReferenceSampling())
+    num_banned = 0
+    for history in range(4, 12):  # transformers looks at no word longer than the history
+        for _ in range(8):
+            words = {
+                tuple(generator.integers(0, vocab, size).tolist())
+                for size in generator.integers(1, history + 1, 6)
+            }
+            tokens = generator.integers(0, vocab, history).tolist()
+            split = history - num_drafts
+            request = Request(tuple(tokens[:split]), 9, bad_words=tuple(sorted(words)))
+            sequence = Sequence(1, 1, request, 0, tokens[:split], split, 50)
+            scores = NoBadWordsLogitsProcessor([list(word) for word in words])(
+                torch.tensor([tokens]), torch.zeros(1, vocab)
+            )
+            wanted = set(torch.nonzero(torch.isinf(scores[0])).flatten().tolist())
+            assert set(sampler.row(sequence, tokens[split:]).banned) == wanted
+            num_banned += len(wanted)
+    assert num_banned > 50
+
+
+def test_a_bad_word_longer_than_the_history_does_not_hide_another():
+    sampler = Sampler(23, ReferenceSampling())
+    sequence = sequence_of([], bad_words=((*PROMPT, 6), (0, 0, 0, 0, 0, 7)))
+    assert sampler.row(sequence).banned == (6,)
 
 
 def plain_tokens(fake, count: int) -> list[int]:
