@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from numbers import Real
 from time import monotonic
 from types import TracebackType
 from typing import Any, overload
@@ -133,6 +134,11 @@ class Executor:
         BadConfig on the executor's own thread, as `shutdown` does.
         """
         self._refuse_own_thread("await_responses")
+        if timeout_s is not None and (not isinstance(timeout_s, Real) or timeout_s != timeout_s):
+            raise BadConfig(  # a wait for NaN seconds would never end, and never sleep
+                f"timeout_s is {timeout_s!r}; it must be a number of seconds, or None",
+                fix="leave timeout_s out to wait for as long as it takes",
+            )
         if request_id is None:
             return self._mailbox.take_any(timeout_s)
         if isinstance(request_id, int):

@@ -131,3 +131,10 @@ def test_a_forked_process_waits_for_no_response_of_its_parents(make, gated):
     assert rest == list(executor.generate(PROMPT, max_tokens=100))[1:], "the parent has its own"
     assert collect(executor, request_id)
     assert module._running
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), "1", [1]])
+def test_a_wait_of_no_number_of_seconds_is_refused(make, timeout_s):
+    """One of NaN seconds never ended."""
+    with pytest.raises(BadConfig, match="timeout_s is .*; it must be a number of seconds, or None"):
+        make().await_responses(timeout_s=timeout_s)
