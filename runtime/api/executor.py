@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from numbers import Real
+from time import monotonic
 from types import TracebackType
 from typing import Any, overload
 
@@ -34,18 +37,27 @@ from llmctl.runtime.worker import Worker
 
 __all__ = ["Executor", "ExecutorConfig", "KvCacheConfig"]
 
+EXIT_WAIT_S = 60.0  # far longer than any step; a kernel that hangs, or a `deliver`, never ends
 _running: set[tuple[Inbox, threading.Thread]] = set()  # of executors that nobody has shut down
 
 
 @atexit.register
 def _end_all() -> None:
     """A program may end without `shutdown`. A worker in the middle of a step would then use memory
-    that Python frees at its end, and the program would end by SIGSEGV."""
+    that Python frees at its end, and the program would end by SIGSEGV. Those that
+    never come to the end of their step are waited for no longer than EXIT_WAIT_S together."""
     ending = list(_running)
     for inbox, _ in ending:
         inbox.close()
+    deadline_s = monotonic() + EXIT_WAIT_S
     for _, thread in ending:
-        thread.join()
+        thread.join(max(0.0, deadline_s - monotonic()))
+    if any(thread.is_alive() for _, thread in ending):
+        print(
+            f"llmctl: an executor was still in a step, or in a deliver, {EXIT_WAIT_S:g} s after "
+            "the program's end; it is not waited for. Leave its with block, or call shutdown",
+            file=sys.stderr,
+        )
 
 
 def _leave_to_parent() -> None:
@@ -118,8 +130,15 @@ class Executor:
         """Ready responses of any request, of one, or of each of several (a list of lists).
 
         Blocks until there is at least one (for each), or the timeout: then the list is empty. An
-        unknown id, or one whose final response was taken, gives one error response.
+        unknown id, or one whose final response was taken, gives one error response. Raises
+        BadConfig on the executor's own thread, as `shutdown` does.
         """
+        self._refuse_own_thread("await_responses")
+        if timeout_s is not None and (not isinstance(timeout_s, Real) or timeout_s != timeout_s):
+            raise BadConfig(  # a wait for NaN seconds would never end, and never sleep
+                f"timeout_s is {timeout_s!r}; it must be a number of seconds, or None",
+                fix="leave timeout_s out to wait for as long as it takes",
+            )
         if request_id is None:
             return self._mailbox.take_any(timeout_s)
         if isinstance(request_id, int):
@@ -161,6 +180,15 @@ class Executor:
                 ):
                     # results of steps in flight; the last response says that the request has ended
                     pass
+
+    def _refuse_own_thread(self, name: str) -> None:
+        """A `deliver` would wait for the very thread that it is called on, for ever."""
+        if threading.current_thread() is self._thread:
+            raise BadConfig(
+                f"{name} is called by a deliver, on the executor's own thread; it would wait for "
+                "itself",
+                fix="call it on another thread, to which deliver passes the response",
+            )
 
     def get_num_responses_ready(self, request_id: int | None = None) -> int:
         """Responses that await_responses would return without waiting."""
@@ -211,6 +239,7 @@ class Executor:
     def shutdown(self, *, drain: bool = False) -> None:
         """Cancel unfinished requests, or with `drain` finish them, and wait for the worker to end.
         May be called any number of times; a call without `drain` cuts short one with it."""
+        self._refuse_own_thread("shutdown")
         self._inbox.close(drain=drain)
         self._thread.join()
         _running.discard((self._inbox, self._thread))

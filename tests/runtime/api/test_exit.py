@@ -1,0 +1,140 @@
+"""Programs that end, fork or wait with an executor open: nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from time import monotonic
+
+import pytest
+from support.executor import PROMPT, WAIT_S, collect
+
+from llmctl.errors import BadConfig, RequestError
+from llmctl.runtime.api import executor as module
+from llmctl.runtime.request import FinishReason, Request
+
+# A program whose request is in the middle of a step that takes as long as it is told to.
+_PROGRAM = """
+import atexit, sys, threading, time
+from support.executor import PROMPT, config
+from support.fake_engine import FakeEngine
+from llmctl.plugins.ops.sampling.reference import ReferenceSampling
+from llmctl.runtime.api import executor as module
+from llmctl.runtime.request import Request
+
+class Slow(FakeEngine):
+    def run(self, step):
+        running.set()
+        time.sleep({step_s})
+        return super().run(step)
+
+module.EXIT_WAIT_S = 0.5
+running = threading.Event()
+executor = module.Executor(Slow(), None, config(), ReferenceSampling())
+ended = []
+executor.enqueue_request(Request(PROMPT, 40), lambda response: ended.append(response))
+running.wait()
+{ending}
+"""
+_TOLD = "print(*[r.result.finish_reason.value for r in ended])"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("sys.exit(3)", 3),
+        ("raise ValueError('oh')", 1),
+        ("pass", 0),
+        ("atexit.register(executor.shutdown)", 0),
+        ("executor.shutdown(); executor.shutdown()", 0),
+    ],
+)
+def test_a_program_ends_with_its_executor_open_and_its_request_cancelled(repository, ending, code):
+    # Callbacks of atexit run last one first; those of a module that is imported run after ours.
+    told = f"module._end_all(); {_TOLD}"
+    done = _run(repository, f"atexit.register(lambda: exec({told!r}))\n{ending}", step_s=0.05)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "cancelled\n" and "llmctl:" not in done.stderr
+
+
+def test_a_step_that_never_ends_is_not_waited_for(repository):
+    began = monotonic()
+    done = _run(repository, "sys.exit(3)", step_s=1000)
+    assert done.returncode == 3 and "0.5 s after the program's end" in done.stderr
+    assert monotonic() - began < WAIT_S
+
+
+def _run(repository, ending: str, step_s: float) -> subprocess.CompletedProcess[str]:
+    text = _PROGRAM.format(ending=ending, step_s=step_s)
+    paths = os.pathsep.join([str(repository / "tests"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+@pytest.mark.parametrize("name", ["shutdown", "await_responses", "generate"])
+def test_a_deliver_that_would_wait_for_its_own_thread_is_told_so(make, monkeypatch, name):
+    told = threading.Event()
+    errors = []
+    monkeypatch.setattr(
+        threading, "excepthook", lambda given: (errors.append(given.exc_value), told.set())
+    )
+    executor = make()
+    calls = {
+        "shutdown": executor.shutdown,
+        "await_responses": executor.await_responses,
+        "generate": lambda: list(executor.generate(PROMPT, max_tokens=3)),
+    }
+    executor.enqueue_request(Request(PROMPT, 30, streaming=True), lambda response: calls[name]())
+    assert told.wait(WAIT_S)
+    assert isinstance(errors[0], BadConfig) and "own thread" in str(errors[0])
+    (last,) = collect(executor, executor.enqueue_request(Request(PROMPT, 2)))
+    assert last.result.finish_reason is FinishReason.LENGTH, "others are served"
+
+
+def test_a_forked_process_waits_for_no_response_of_its_parents(make, gated):
+    engine = gated()
+    executor = make(engine)
+    tokens = executor.generate(PROMPT, max_tokens=100)
+    request_id = executor.enqueue_request(Request(PROMPT, 3))
+    engine.gate.set()
+    next(tokens)
+    engine.gate.clear()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            (response,) = executor.await_responses(request_id)
+            assert isinstance(response.error, RequestError)
+            try:
+                list(tokens)
+            except RequestError:
+                code = 7
+        finally:
+            os._exit(code)
+    deadline = monotonic() + WAIT_S
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and monotonic() < deadline:
+        threading.Event().wait(0.01)
+    if ended == (0, 0):
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 7 and ended[0] == child
+    engine.gate.set()
+    rest = list(tokens)
+    assert rest == list(executor.generate(PROMPT, max_tokens=100))[1:], "the parent has its own"
+    assert collect(executor, request_id)
+    assert module._running
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), "1", [1]])
+def test_a_wait_of_no_number_of_seconds_is_refused(make, timeout_s):
+    """One of NaN seconds never ended."""
+    with pytest.raises(BadConfig, match="timeout_s is .*; it must be a number of seconds, or None"):
+        make().await_responses(timeout_s=timeout_s)
