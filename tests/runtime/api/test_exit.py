@@ -102,14 +102,23 @@ def test_a_deliver_that_would_wait_for_its_own_thread_is_told_so(make, monkeypat
     assert last.result.finish_reason is FinishReason.LENGTH, "others are served"
 
 
-def test_a_forked_process_waits_for_no_response_of_its_parents(make, gated):
-    engine = gated()
-    executor = make(engine)
-    tokens = executor.generate(PROMPT, max_tokens=100)
+@pytest.fixture
+def slow(fake):
+    """An engine that has far from ended 40 tokens when the first is there."""
+
+    class Slow(fake.Engine):
+        def run(self, step):
+            sleep(0.005)
+            return super().run(step)
+
+    return Slow()
+
+
+def test_a_forked_process_waits_for_no_response_of_its_parents(make, slow):
+    executor = make(slow)
+    tokens = executor.generate(PROMPT, max_tokens=40)
     request_id = executor.enqueue_request(Request(PROMPT, 3))
-    engine.gate.set()
     next(tokens)
-    engine.gate.clear()
     child = os.fork()
     if child == 0:
         code = 1
@@ -129,9 +138,8 @@ def test_a_forked_process_waits_for_no_response_of_its_parents(make, gated):
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(ended[1]) == 7 and ended[0] == child
-    engine.gate.set()
     rest = list(tokens)
-    assert rest == list(executor.generate(PROMPT, max_tokens=100))[1:], "the parent has its own"
+    assert rest == list(executor.generate(PROMPT, max_tokens=40))[1:], "the parent has its own"
     assert collect(executor, request_id)
     assert module._running
 
@@ -185,21 +193,9 @@ def test_a_prompt_that_is_no_token_ids_is_refused_by_name(make, prompt):
         next(make().generate(prompt, max_tokens=3))
 
 
-@pytest.fixture
-def slow(fake):
-    """An engine that has far from ended 100 tokens when the first is there."""
-
-    class Slow(fake.Engine):
-        def run(self, step):
-            sleep(0.005)
-            return super().run(step)
-
-    return Slow()
-
-
 def test_an_output_that_a_shutdown_cuts_is_no_whole_one(make, slow):
     executor = make(slow)
-    tokens = executor.generate(PROMPT, max_tokens=100)
+    tokens = executor.generate(PROMPT, max_tokens=40)
     next(tokens)
     executor.shutdown()
     with pytest.raises(ExecutorClosed, match="shut down before this output ended"):
@@ -209,7 +205,7 @@ def test_an_output_that_a_shutdown_cuts_is_no_whole_one(make, slow):
 def test_the_same_for_asyncio(make, slow):
     async def cut():
         executor = AsyncExecutor(make(slow))
-        tokens = executor.generate(Request(PROMPT, 100, streaming=True))
+        tokens = executor.generate(Request(PROMPT, 40, streaming=True))
         await anext(tokens)
         await executor.shutdown()
         return [token async for token in tokens]
