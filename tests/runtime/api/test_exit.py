@@ -100,13 +100,23 @@ def test_a_deliver_that_would_wait_for_its_own_thread_is_told_so(make, monkeypat
 
 
 def test_a_forked_process_waits_for_no_response_of_its_parents(make, gated):
-    engine = gated()
+    class OneStep(gated):
+        """The gate closes behind a step until `ends`."""
+
+        ends = False
+
+        def run(self, step):
+            computed = super().run(step)
+            if not self.ends:
+                self.gate.clear()
+            return computed
+
+    engine = OneStep()
     executor = make(engine)
     tokens = executor.generate(PROMPT, max_tokens=100)
-    request_id = executor.enqueue_request(Request(PROMPT, 3))
     engine.gate.set()
     next(tokens)
-    engine.gate.clear()
+    request_id = executor.enqueue_request(Request(PROMPT, 3))
     child = os.fork()
     if child == 0:
         code = 1
@@ -126,6 +136,7 @@ def test_a_forked_process_waits_for_no_response_of_its_parents(make, gated):
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(ended[1]) == 7 and ended[0] == child
+    engine.ends = True
     engine.gate.set()
     rest = list(tokens)
     assert rest == list(executor.generate(PROMPT, max_tokens=100))[1:], "the parent has its own"
