@@ -96,16 +96,35 @@ def read_quantization(
     """The quantization of a checkpoint, None for a plain one.
 
     config: config.json. nested: hf_quant_config.json or None; it speaks when config.json is
-    silent (ModelOpt before 0.31). Raises UnknownQuantization for a method llmctl does not read.
+    silent (ModelOpt before 0.31). Raises UnknownQuantization for a method llmctl does not read, or
+    for two that say different things: some programs read the one, some the other.
     """
     found = config.get("quantization_config")
     if found is None or found == {}:
         found = config.get("compression_config")
-    if found is None and nested is not None:
-        name, found = "quantization of hf_quant_config.json", nested.get("quantization", nested)
-        return _modelopt(_required_object(found, name, where), where)
-    if found is None:
-        return None
+    stated = None if found is None else _stated(found, where)
+    if nested is None:
+        return stated
+    name, found = "quantization of hf_quant_config.json", nested.get("quantization", nested)
+    other = _modelopt(_required_object(found, name, where), where)
+    if stated is not None:
+        _require_same(stated, other, where)
+    return stated or other
+
+
+def _require_same(stated: QuantizationInfo, other: QuantizationInfo, where: str) -> None:
+    # Not the excluded modules: what the weights are stored as has the last word on those.
+    for name in ("algo", "activations", "kv_cache_algo"):
+        one, two = getattr(stated, name), getattr(other, name)
+        if one != two:
+            raise UnknownQuantization(
+                f"{where} and hf_quant_config.json beside it disagree: {name} is {shown(one)} by "
+                f"the former, {shown(two)} by the latter",
+                fix="correct the one that is wrong, or take hf_quant_config.json away",
+            )
+
+
+def _stated(found: Any, where: str) -> QuantizationInfo:
     found = _required_object(found, "quantization_config", where)
     method = str(found.get("quant_method", "")).lower()
     if not method and "config_groups" in found:
