@@ -8,6 +8,7 @@ import sys
 import threading
 from time import monotonic
 
+import numpy as np
 import pytest
 from support.executor import PROMPT, WAIT_S, collect
 
@@ -147,5 +148,47 @@ def test_a_forked_process_waits_for_no_response_of_its_parents(make, gated):
 @pytest.mark.parametrize("timeout_s", [float("nan"), "1", [1]])
 def test_a_wait_of_no_number_of_seconds_is_refused(make, timeout_s):
     """One of NaN seconds never ended."""
-    with pytest.raises(BadConfig, match="timeout_s is .*; it must be a number of seconds, or None"):
+    with pytest.raises(BadConfig, match="timeout_s is .*; it must be a number"):
         make().await_responses(timeout_s=timeout_s)
+    with pytest.raises(BadConfig, match="timeout_s is .*; it must be a number"):
+        make().settle(timeout_s)
+
+
+def test_a_wait_longer_than_threads_can_wait_is_as_long_as_they_can(make):
+    executor = make()
+    request_id = executor.enqueue_request(Request(PROMPT, 3))
+    assert executor.await_responses(request_id, timeout_s=float("inf"))
+    assert executor.settle(1e30)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "wanted"),
+    [
+        ("await_responses", 1.5, "an integer, or a sequence of integers, or None"),
+        ("await_responses", "1", "an integer, or a sequence of integers, or None"),
+        ("await_responses", [1, "2"], "an integer, or a sequence of integers, or None"),
+        ("await_responses", True, "an integer, or a sequence of integers, or None"),
+        ("cancel_request", [1], "an integer"),
+        ("cancel_request", None, "an integer"),
+        ("get_num_responses_ready", [1], "an integer, or None"),
+    ],
+)
+def test_what_is_no_id_of_a_request_is_refused_by_name(make, call, given, wanted):
+    with pytest.raises(BadConfig) as caught:
+        getattr(make(), call)(given)
+    kind = type(given).__name__
+    assert str(caught.value) == f"request_id is {given!r} ({kind}); it must be {wanted}"
+
+
+def test_ids_may_be_integers_of_numpy(make):
+    executor = make()
+    ids = np.array(executor.enqueue_requests([Request(PROMPT, 2)] * 2))
+    assert [len(each) for each in executor.await_responses(ids)] == [1, 1]
+    assert executor.await_responses(ids[0])[0].has_error, "it was taken"
+    executor.cancel_request(ids[0])
+
+
+@pytest.mark.parametrize("prompt", [5, None, "text", b"text", {1: 2}])
+def test_a_prompt_that_is_no_token_ids_is_refused_by_name(make, prompt):
+    with pytest.raises(BadConfig, match="input_token_ids is .*; it must be a sequence of token"):
+        next(make().generate(prompt, max_tokens=3))
