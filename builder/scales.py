@@ -166,6 +166,13 @@ def _scales_of(
     if info.activations == "static":
         names.append(f"{module}.input_scale")
     absent = [name for name in names if name not in checkpoint.tensors]
+    inverse = checkpoint.tensors.get(f"{module}.weight_scale_inv")
+    if inverse is not None:  # weight_block_size is absent or null: AutoFP8's, or transformers'
+        raise UnknownQuantization(
+            f"{inverse.file} holds {inverse.name} {list(inverse.shape)}: {info.method} with the "
+            "tensors of transformers' FineGrainedFP8, in blocks of 128x128 unless its "
+            f"weight_block_size says otherwise; this version builds {READ_SCHEMES}"
+        )
     if absent:
         reason = (
             "it was exported without calibration" if "input" in absent[0] else "it is incomplete"

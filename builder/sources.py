@@ -157,13 +157,14 @@ class RotaryTable:
 def read_scale(checkpoint: TensorReader, name: str, rows: int) -> torch.Tensor:
     """A scale as float32 [1] or [rows], whatever its stored shape and float dtype.
 
-    Raises BadTensorShape when it has neither 1 nor `rows` elements, BadTensorValue when an
-    element is not a positive finite number.
+    Raises BadTensorShape when it has neither 1 nor `rows` elements, or those in a grid of blocks,
+    BadTensorValue when an element is not a positive finite number.
     """
     import torch
 
     stored = checkpoint.read(name)
-    if stored.numel() not in (1, rows) or not stored.dtype.is_floating_point:
+    is_grid = max(stored.shape, default=1) < stored.numel()
+    if stored.numel() not in (1, rows) or is_grid or not stored.dtype.is_floating_point:
         raise BadTensorShape(
             f"{name} is {stored.dtype} {list(stored.shape)}; "
             f"a float scale of 1 or {rows} elements is wanted",

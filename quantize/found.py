@@ -7,7 +7,7 @@ in its own way in config.json, ModelOpt before 0.31 in hf_quant_config.json.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -96,16 +96,39 @@ def read_quantization(
     """The quantization of a checkpoint, None for a plain one.
 
     config: config.json. nested: hf_quant_config.json or None; it speaks when config.json is
-    silent (ModelOpt before 0.31). Raises UnknownQuantization for a method llmctl does not read.
+    silent (ModelOpt before 0.31). Raises UnknownQuantization for a method llmctl does not read, or
+    for two that say different things: some programs read the one, some the other.
     """
     found = config.get("quantization_config")
     if found is None or found == {}:
         found = config.get("compression_config")
-    if found is None and nested is not None:
-        name, found = "quantization of hf_quant_config.json", nested.get("quantization", nested)
-        return _modelopt(_required_object(found, name, where), where)
-    if found is None:
-        return None
+    stated = None if found is None else _stated(found, where)
+    if nested is None:
+        return stated
+    name, found = "quantization of hf_quant_config.json", nested.get("quantization", nested)
+    other = _modelopt(_required_object(found, name, where), where)
+    if stated is None:
+        return other
+    _require_same(stated, other, where)
+    # Older versions of ModelOpt wrote no KV cache into config.json.
+    return replace(stated, kv_cache_algo=stated.kv_cache_algo or other.kv_cache_algo)
+
+
+def _require_same(stated: QuantizationInfo, other: QuantizationInfo, where: str) -> None:
+    # Not the excluded modules: what the weights are stored as has the last word on those. One that
+    # says nothing of the KV cache disagrees with nobody.
+    for name in ("algo", "activations", "kv_cache_algo"):
+        one, two = getattr(stated, name), getattr(other, name)
+        is_silent = name == "kv_cache_algo" and None in (one, two)
+        if one != two and not is_silent:
+            raise UnknownQuantization(
+                f"{where} and hf_quant_config.json beside it disagree: {name} is {shown(one)} by "
+                f"the former, {shown(two)} by the latter",
+                fix="correct the one that is wrong, or take hf_quant_config.json away",
+            )
+
+
+def _stated(found: Any, where: str) -> QuantizationInfo:
     found = _required_object(found, "quantization_config", where)
     method = str(found.get("quant_method", "")).lower()
     if not method and "config_groups" in found:

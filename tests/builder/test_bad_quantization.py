@@ -57,6 +57,31 @@ def test_a_scale_of_the_wrong_size(quantized: Path) -> None:
     refuse(edit(quantized, change), BadTensorShape, "1 or 64 elements")
 
 
+def test_a_scale_for_every_block_is_not_one_for_every_row(quantized: Path) -> None:
+    """A weight [N, 16384] has N/128 times 128 blocks, and as many rows."""
+    change = put("model.layers.0.mlp.down_proj.weight_scale", torch.ones(2, 32))
+    refuse(edit(quantized, change), BadTensorShape, r"\[2, 32\]; a float scale of 1 or 64 elements")
+
+
+@pytest.mark.parametrize("stated", [{}, {"weight_block_size": None}], ids=["absent", "null"])
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["every scale", "beside AutoFP8's"])
+def test_the_tensors_of_transformers_fp8_are_not_those_of_autofp8(
+    quantized: Path, stated: dict[str, Any], shape: tuple[int, ...], is_whole: bool
+) -> None:
+    """One quant_method of two meanings: transformers takes 128x128 where AutoFP8 says nothing."""
+
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            scale = tensors.pop(name) if is_whole else tensors[name]
+            tensors[f"{name}_inv"] = scale.reshape(shape).clone()
+
+    fields = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
+    configure(quantized, quantization_config=fields | stated)
+    text = "q_proj.weight_scale_inv .* transformers' FineGrainedFP8"
+    refuse(edit(quantized, change), UnknownQuantization, text)
+
+
 @pytest.mark.parametrize("scale", ["weight_scale", "input_scale"])
 def test_a_missing_scale_is_named_with_the_probable_reason(quantized: Path, scale: str) -> None:
     name = f"model.layers.0.mlp.down_proj.{scale}"

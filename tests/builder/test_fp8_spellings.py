@@ -87,18 +87,49 @@ def test_a_nested_quantization_file_alone_is_enough(
     assert torch.equal(engine.run([3, 1, 4]), wanted)
 
 
-def test_autofp8_static_is_the_same_engine(modelopt_fp8, build_engine, open_test_engine) -> None:
-    wanted = open_test_engine(build_engine(modelopt_fp8), "reference").run([3, 1, 4])
-    config = json.loads((modelopt_fp8 / "config.json").read_text())
+def declare_autofp8(folder: Path, activations: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8",
-        "activation_scheme": "static",
+        "activation_scheme": activations,
         "ignored_layers": ["lm_head"],
     }
-    (modelopt_fp8 / "config.json").write_text(json.dumps(config))
-    (modelopt_fp8 / "hf_quant_config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").unlink()
+
+
+def test_autofp8_static_is_the_same_engine(modelopt_fp8, build_engine, open_test_engine) -> None:
+    wanted = open_test_engine(build_engine(modelopt_fp8), "reference").run([3, 1, 4])
+    declare_autofp8(modelopt_fp8, "static")
     engine = open_test_engine(build_engine(modelopt_fp8, kv_cache_dtype="fp8"), "reference")
     assert torch.equal(engine.run([3, 1, 4]), wanted)
+
+
+def test_autofp8_dynamic_is_one_scale_per_tensor_and_per_token(
+    modelopt_fp8, build_engine, open_test_engine, module_model, some_tokens
+) -> None:
+    """The oracle is transformers' model with torch's own arithmetic in its linears."""
+    tensors = load_file(modelopt_fp8 / "model.safetensors")
+    model = module_model("llama", gain=0.5).float()
+
+    def linear(module: torch.nn.Linear, scale: torch.Tensor) -> Callable[..., torch.Tensor]:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            step = x.abs().amax(-1, keepdim=True) / 448
+            codes = (x / step).to(torch.float8_e4m3fn)
+            return torch.nn.functional.linear(codes.float() * step, module.weight) * scale
+
+        return forward
+
+    for name, module in model.named_modules():
+        if f"{name}.weight_scale" in tensors:
+            module.weight.data = tensors[f"{name}.weight"].float()
+            module.forward = linear(module, tensors[f"{name}.weight_scale"].float())
+    tokens = some_tokens(40)
+    with torch.no_grad():
+        wanted = model(torch.tensor([tokens])).logits[0]
+    declare_autofp8(modelopt_fp8, "dynamic")
+    engine = open_test_engine(build_engine(modelopt_fp8, kv_cache_dtype="none"), "reference")
+    assert relative_l2(engine.run(tokens), wanted) < 1e-3
 
 
 def test_merged_linears_take_the_largest_input_scale(

@@ -14,6 +14,7 @@ from llmctl.quantize.format import (
     quantization_documents,
     read_quantization,
 )
+from llmctl.quantize.layers import import_modelopt
 
 FLOAT8 = {"num_bits": 8, "type": "float"}
 TOKEN = {**FLOAT8, "dynamic": True, "strategy": "token"}
@@ -48,6 +49,48 @@ def test_an_mxfp4_checkpoint_names_its_scheme_in_either_document() -> None:
         assert (found.method, found.algo) == ("modelopt", "W4A8_MXFP4_FP8")
         assert (found.kv_cache_algo, found.exclude) == ("FP8", ("lm_head",))
     assert nested["quantization"]["group_size"] == 32
+
+
+@pytest.mark.parametrize("silent", ["nested", "flat", "neither"])
+def test_either_document_may_be_silent_about_the_kv_cache(silent: str) -> None:
+    nested, flat = quantization_documents(find_scheme("fp8"), "FP8", ["lm_head"], "0.47.0")
+    if silent == "nested":
+        nested["quantization"]["kv_cache_quant_algo"] = None
+    elif silent == "flat":
+        del flat["kv_cache_scheme"]
+    found = read({"quantization_config": flat}, nested)
+    assert found is not None and found.kv_cache_algo == "FP8"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "algo is 'FP8' by the former, 'FP8_PER_"),
+        ({"quant_algo": None}, "algo is 'FP8' by the former, None by the latter"),
+        ({"kv_cache_quant_algo": "INT8"}, "kv_cache_algo is 'FP8' by the former, 'INT8'"),
+    ],
+)
+def test_two_documents_that_disagree_are_refused(change: dict[str, Any], text: str) -> None:
+    """ModelOpt makes the one of the other; TensorRT-LLM reads the nested one, others the flat."""
+    nested, flat = quantization_documents(find_scheme("fp8"), "FP8", ["lm_head"], "0.47.0")
+    assert read({"quantization_config": flat}, nested) == read({"quantization_config": flat})
+    nested["quantization"] |= change
+    with pytest.raises(errors.UnknownQuantization, match=text) as refused:
+        read({"quantization_config": flat}, nested)
+    assert "hf_quant_config.json" in str(refused.value)
+
+
+@pytest.mark.parametrize("algo", ["FP8", "W4A8_MXFP4_FP8", "FP8_PER_CHANNEL_PER_TOKEN", None])
+@pytest.mark.parametrize("kv_cache", ["FP8", "INT8", None])
+def test_the_two_documents_of_modelopt_agree(algo: str | None, kv_cache: str | None) -> None:
+    import_modelopt()
+    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+
+    quantization = {"quant_algo": algo, "kv_cache_quant_algo": kv_cache, "exclude_modules": ["x"]}
+    nested = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    flat = convert_hf_quant_config_format(nested)
+    found = read({"quantization_config": flat}, nested)
+    assert found is not None and (found.algo, found.kv_cache_algo) == (algo, kv_cache)
 
 
 def test_a_flat_hf_quant_config_is_read() -> None:

@@ -64,6 +64,21 @@ def test_a_mistral_with_layer_types_is_calibrated_with_the_window_of_each_layer(
     assert_same_tensors(ours, Checkpoint.open(modelopt_export(family, "fp8")))
 
 
+def test_a_mistral_with_layer_types_and_no_window_is_a_mistral(
+    checkpoints: Callable[..., Path], plan_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Ministral's class, which AutoModel takes for it, fails on a prompt without a window."""
+    kinds = {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}
+    outputs = []
+    for name, fields in (("typed", kinds), ("plain", {"sliding_window": None})):
+        source = Path(shutil.copytree(checkpoints("mistral-window"), tmp_path / name))
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | fields))
+        run_quantization(plan_tiny(source, tmp_path / f"{name}-fp8", kv_cache_dtype="fp8"))
+        outputs.append(Checkpoint.open(tmp_path / f"{name}-fp8"))
+    assert_same_tensors(*outputs)
+
+
 @pytest.mark.parametrize("is_other", [True, False], ids=["another", "a copy"])
 def test_the_output_projection_of_a_tied_checkpoint_is_kept_where_it_differs(
     editable: Callable[..., Path],

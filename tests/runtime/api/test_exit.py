@@ -102,23 +102,24 @@ def test_a_deliver_that_would_wait_for_its_own_thread_is_told_so(make, monkeypat
     assert last.result.finish_reason is FinishReason.LENGTH, "others are served"
 
 
-@pytest.fixture
-def slow(fake):
-    """An engine that has far from ended 40 tokens when the first is there."""
+def test_a_forked_process_waits_for_no_response_of_its_parents(make, gated):
+    class OneStep(gated):
+        """The gate closes behind a step until `ends`."""
 
-    class Slow(fake.Engine):
+        ends = False
+
         def run(self, step):
-            sleep(0.005)
-            return super().run(step)
+            computed = super().run(step)
+            if not self.ends:
+                self.gate.clear()
+            return computed
 
-    return Slow()
-
-
-def test_a_forked_process_waits_for_no_response_of_its_parents(make, slow):
-    executor = make(slow)
-    tokens = executor.generate(PROMPT, max_tokens=40)
-    request_id = executor.enqueue_request(Request(PROMPT, 3))
+    engine = OneStep()
+    executor = make(engine)
+    tokens = executor.generate(PROMPT, max_tokens=100)
+    engine.gate.set()
     next(tokens)
+    request_id = executor.enqueue_request(Request(PROMPT, 3))
     child = os.fork()
     if child == 0:
         code = 1
@@ -138,8 +139,10 @@ def test_a_forked_process_waits_for_no_response_of_its_parents(make, slow):
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(ended[1]) == 7 and ended[0] == child
+    engine.ends = True
+    engine.gate.set()
     rest = list(tokens)
-    assert rest == list(executor.generate(PROMPT, max_tokens=40))[1:], "the parent has its own"
+    assert rest == list(executor.generate(PROMPT, max_tokens=100))[1:], "the parent has its own"
     assert collect(executor, request_id)
     assert module._running
 
@@ -193,9 +196,21 @@ def test_a_prompt_that_is_no_token_ids_is_refused_by_name(make, prompt):
         next(make().generate(prompt, max_tokens=3))
 
 
+@pytest.fixture
+def slow(fake):
+    """An engine that has far from ended 200 tokens when the first is there."""
+
+    class Slow(fake.Engine):
+        def run(self, step):
+            sleep(0.005)
+            return super().run(step)
+
+    return Slow()
+
+
 def test_an_output_that_a_shutdown_cuts_is_no_whole_one(make, slow):
     executor = make(slow)
-    tokens = executor.generate(PROMPT, max_tokens=40)
+    tokens = executor.generate(PROMPT, max_tokens=200)
     next(tokens)
     executor.shutdown()
     with pytest.raises(ExecutorClosed, match="shut down before this output ended"):
@@ -205,7 +220,7 @@ def test_an_output_that_a_shutdown_cuts_is_no_whole_one(make, slow):
 def test_the_same_for_asyncio(make, slow):
     async def cut():
         executor = AsyncExecutor(make(slow))
-        tokens = executor.generate(Request(PROMPT, 40, streaming=True))
+        tokens = executor.generate(Request(PROMPT, 200, streaming=True))
         await anext(tokens)
         await executor.shutdown()
         return [token async for token in tokens]
