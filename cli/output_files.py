@@ -249,7 +249,6 @@ class keeping(replacing):
         last whole one. Raises OSError."""
         if not self._is_special:
             self._file.seek(self._num_bytes)
-            self._file.truncate()
 
     def drop(self) -> None:
         """Close it and keep nothing. Never raises OSError."""

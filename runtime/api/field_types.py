@@ -135,7 +135,7 @@ def _kind(hint: Any, checks_integers: bool) -> tuple[frozenset[type], Convert, s
 
 def _first_of(converts: Sequence[Convert], value: Any) -> object:
     for convert in converts:
-        with suppress(TypeError, OverflowError):
+        with suppress(TypeError):
             return convert(value)
     raise TypeError
 
