@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from llmctl.builder.backends import (
     require_gpu_model,
 )
 from llmctl.builder.binaries import Binaries, choose_target, find_package, make_binaries
-from llmctl.builder.config import BuildConfig, BuildRequest, choose_dtype, resolve_build_config
+from llmctl.builder.config import BuildRequest, choose_dtype, resolve_build_config
 from llmctl.builder.engine_format import (
     CONFIG_FILE,
     SCHEMA_VERSION,
@@ -28,20 +28,15 @@ from llmctl.builder.engine_format import (
     TOKENIZER_FOLDER,
     EngineConfig,
     KvCacheSpec,
-    Plan,
-    engine_bytes,
-    kv_bytes_per_token,
-    trt_memory_bytes,
-    weight_bytes,
     write_engine,
 )
 from llmctl.builder.engine_kernels import OnKernel
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.fp8_context import fp8_context_notices
 from llmctl.builder.heads.graphs import join, record_heads
 from llmctl.builder.kv_cache import choose_kv_cache
 from llmctl.builder.models import stored_model
 from llmctl.builder.models.decoder import EMBEDDING, build_network
-from llmctl.builder.network import Network
 from llmctl.builder.passes.pipeline import run_passes
 from llmctl.builder.planted import (
     LoadFormat,
@@ -63,8 +58,6 @@ from llmctl.builder.scales import (
 from llmctl.builder.sharding import Shard, local_model, shards
 from llmctl.builder.signature import sign_engine
 from llmctl.builder.signing_keys import SigningKey
-from llmctl.builder.sources import Source
-from llmctl.builder.tensorrt.pieces import Piece
 from llmctl.builder.tokenizer import describe_tokenizer
 from llmctl.builder.validation.plan import require_own_plan
 from llmctl.errors import OutputExists
@@ -79,60 +72,6 @@ if TYPE_CHECKING:
 
 _CONFIG_BYTES = 1 << 20  # more than config.json of an engine takes
 STORED = LoadFormat()
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePlan:
-    """Everything decided about one engine before a weight is read."""
-
-    checkpoint: Checkpoint
-    config: EngineConfig  # `files` is filled in when they are written
-    network: Network  # of the base graph
-    plan: Plan
-    sources: Mapping[str, Source]
-    limits: BuildConfig
-    shards: tuple[Shard, ...]  # the checkpoint as each rank reads it
-    pieces: tuple[Piece, ...]  # tensorrt only
-    binaries: Binaries  # by their tensors' names: kernels of cuda, plans of TensorRT
-    notices: tuple[str, ...]  # messages about adjusted limits and unread tensors
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the engine file."""
-        return engine_bytes(self.plan)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of KV cache one token takes over all layers."""
-        return kv_bytes_per_token(self.plan)
-
-    def summary(self) -> dict[str, Any]:
-        """The memory plan of a rank as numbers, for --dry-run and --json."""
-        build = self.config.build_config
-        return {
-            "architecture": self.config.pretrained_config["architecture"],
-            "backend": self.config.backend,
-            "dtype": self.network.dtype,
-            "quantization": self.config.pretrained_config["quantization"],
-            "num_ops": len(self.plan.ops),
-            "compute_capability": self.config.compute_capability,
-            "load_format": self.config.weights["load_format"],
-            "engine_bytes": self.file_bytes,
-            "weight_bytes": weight_bytes(self.plan),
-            "activation_bytes": self.plan.arena_bytes,
-            "scratch_bytes": self.plan.scratch_bytes,
-            "num_kernels": len(self.plan.kernels),
-            "kernel_bytes": sum(kernel.num_bytes for kernel in self.plan.kernels),
-            "num_trt_pieces": len(self.plan.trt_pieces),
-            "trt_bytes": sum(piece.num_bytes for piece in self.plan.trt_pieces),
-            "trt_memory_bytes": trt_memory_bytes(self.plan),
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-            "kv_bytes_per_sequence": self.kv_bytes_per_token * build["max_seq_len"],
-            **{
-                name: build[name]
-                for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len")
-            },
-        }
 
 
 def plan_build(

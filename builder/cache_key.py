@@ -12,7 +12,7 @@ from hashlib import file_digest, sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from llmctl.builder.build import EnginePlan
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.provenance import file_label
 from llmctl.quantize.format import CONFIG_FILE
 

@@ -20,8 +20,8 @@ from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 
 if TYPE_CHECKING:
-    from llmctl.builder.build import EnginePlan
     from llmctl.builder.config import BuildRequest
+    from llmctl.builder.engine_plan import EnginePlan
 
 AUTO = "auto"
 _FIX = "--draft-tp auto, 1 (replicated) or the target's --tp-size (sharded)"

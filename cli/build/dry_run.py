@@ -18,7 +18,7 @@ from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 
 if TYPE_CHECKING:
-    from llmctl.builder.build import EnginePlan
+    from llmctl.builder.engine_plan import EnginePlan
     from llmctl.runtime.engines.memory_plan import EngineMemory
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

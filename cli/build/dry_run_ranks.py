@@ -20,7 +20,7 @@ from llmctl.errors import Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 
 if TYPE_CHECKING:
-    from llmctl.builder.build import EnginePlan
+    from llmctl.builder.engine_plan import EnginePlan
 
 _HEAD = ("ranks", "weights", "beside", "KV tokens", "sequences", "step, ms")
 

@@ -16,8 +16,8 @@ from llmctl.cli.table import size, table
 from llmctl.errors import OutOfMemory
 
 if TYPE_CHECKING:
-    from llmctl.builder.build import EnginePlan
     from llmctl.builder.config import BuildRequest
+    from llmctl.builder.engine_plan import EnginePlan
 
 GB, MB = 10**9, 10**6
 

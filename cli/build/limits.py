@@ -16,8 +16,8 @@ from llmctl.cli.table import size
 from llmctl.plugins.backends.backend import BACKENDS
 
 if TYPE_CHECKING:
-    from llmctl.builder.build import EnginePlan
     from llmctl.builder.config import BuildRequest
+    from llmctl.builder.engine_plan import EnginePlan
     from llmctl.cli.build.dry_run import Memory
 
 # --max-batch-size with --max-num-tokens, the most first. Larger steps read prompts of many requests

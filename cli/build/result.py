@@ -12,7 +12,7 @@ import typer
 from llmctl.cli.table import size
 
 if TYPE_CHECKING:
-    from llmctl.builder.build import EnginePlan
+    from llmctl.builder.engine_plan import EnginePlan
     from llmctl.builder.signing_keys import SigningKey
 
 

@@ -12,9 +12,10 @@ import torch
 from support.mxfp4 import Checkpoints
 from support.tensorrt.checkpoints import write_checkpoint
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_kernels import kernel_specs, scratch_bytes
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.plan import PlanOp
 from llmctl.builder.step_limits import step_limits
 from llmctl.builder.validation.plan import check_plan

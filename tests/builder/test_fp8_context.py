@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from support.fp8_build import LIMITS, attributes_of, plan_engine, write_llama
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.planted import LoadFormat
 from llmctl.builder.validation.plan import require_own_plan
 from llmctl.errors import BadConfig, Unsupported

@@ -14,9 +14,10 @@ from support.mxfp4 import SHAPE, Checkpoints
 from support.ranks import require_whole
 from support.tensorrt.checkpoints import write_checkpoint
 
-from llmctl.builder.build import EnginePlan, plan_build, run_build
+from llmctl.builder.build import plan_build, run_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import read_engine_config, read_plan
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.plan import PlanOp
 from llmctl.builder.validation.plan import check_plan
 from llmctl.cli.inspect.engine import describe_engine

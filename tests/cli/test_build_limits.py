@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.planted import LoadFormat
 from llmctl.cli.build.dry_run import Memory, plan_memory
 from llmctl.cli.build.limits import advise_limits, limits_note

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import open_engine, read_engine_config
 from llmctl.builder.engine_kernels import meta_cache, meta_step, plan_chains
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.meta_calls import without_memory
 from llmctl.builder.planted import LoadFormat
 from llmctl.builder.step_limits import step_limits

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.planted import LoadFormat
 from llmctl.cli.gpus import CPU_STEP_SHARE, GPUS, READ_SHARE
 from llmctl.cli.inspect.by_ranks import span, steps_by_ranks

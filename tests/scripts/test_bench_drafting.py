@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.planted import LoadFormat
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.eagle.method import Eagle

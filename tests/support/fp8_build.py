@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import Plan
+from llmctl.builder.engine_plan import EnginePlan
 from support.cuda_build import SMALL, write_model
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}

@@ -10,8 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
 
-from llmctl.builder.build import STORED, EnginePlan, plan_build
+from llmctl.builder.build import STORED, plan_build
 from llmctl.builder.config import BuildRequest
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.planted import LoadFormat
 from llmctl.quantize.layers import import_modelopt
 from llmctl.quantize.plan import QuantizeOptions, plan_quantization

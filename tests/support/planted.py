@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import Plan
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.planted import LoadFormat
 from llmctl.runtime.engines.engine import bind_plan
 from llmctl.runtime.engines.lockstep import lockstep_plan, name_on

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llmctl.builder.build import EnginePlan
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.plugins.backends.cpu.ranks import Ranks, make_segment
 
 COLUMNS = ("o_proj", "down_proj")

@@ -9,9 +9,10 @@ import pytest
 import torch
 from support.gpu import quantize_head
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import PlanOp
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.plugins.core.shares import is_share
 from llmctl.plugins.ops.packed_linear import layout
 from llmctl.plugins.schemes.table import find_form

@@ -15,8 +15,8 @@ from support.cuda_program import STREAM, Recorder
 from support.lockstep import InLockstep
 from support.planted import ACCEPTANCE, SEED
 
-from llmctl.builder.build import EnginePlan
 from llmctl.builder.engine_kernels import kernel_specs
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.step_limits import step_limits
 from llmctl.errors import CorruptEngine
 from llmctl.plugins.backends.cuda.compiler import CompiledKernel

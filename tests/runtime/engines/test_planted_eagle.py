@@ -9,7 +9,6 @@ import pytest
 import torch
 from support import planted
 
-from llmctl.builder.build import EnginePlan
 from llmctl.builder.engine_format import (
     EAGLE_CACHE,
     EAGLE_EXTEND,
@@ -17,6 +16,7 @@ from llmctl.builder.engine_format import (
     EAGLE_NEXT,
     EAGLE_STATE,
 )
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.errors import BadConfig
 from llmctl.plugins.core.calls import StepInputs
 from llmctl.plugins.core.reference import ReferenceProgram

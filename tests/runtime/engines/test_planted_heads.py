@@ -10,7 +10,6 @@ import torch
 from support import planted
 from support.planted import ACCEPTANCE
 
-from llmctl.builder.build import EnginePlan
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import (
     BASE,
@@ -21,6 +20,7 @@ from llmctl.builder.engine_format import (
     REDRAFTER_NEXT,
     medusa_logits,
 )
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.heads.medusa.tree import DEFAULT
 from llmctl.builder.speculative_modes import BuildMode
 from llmctl.errors import BadConfig, Unsupported

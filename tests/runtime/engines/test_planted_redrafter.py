@@ -11,8 +11,8 @@ from support import planted
 from support.lockstep import InLockstep
 from support.planted import ACCEPTANCE, generated, in_lockstep
 
-from llmctl.builder.build import EnginePlan
 from llmctl.builder.engine_format import REDRAFTER_FIRST, REDRAFTER_NEXT
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.errors import BadConfig
 from llmctl.plugins.core.reference import ReferenceProgram
 from llmctl.runtime.engines.engine import kv_cache_shape

@@ -10,9 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import TrtPiece
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.planted import LoadFormat
 from llmctl.builder.tensorrt.engine import compile_pieces
 from llmctl.builder.tensorrt.package import open_package

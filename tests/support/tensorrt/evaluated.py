@@ -12,9 +12,10 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from llmctl.builder.build import EnginePlan, plan_build
+from llmctl.builder.build import plan_build
 from llmctl.builder.config import BuildRequest
 from llmctl.builder.engine_format import TENSORRT_OP, Plan
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.tensorrt.networks import PieceNetwork, build_networks
 from llmctl.builder.tensorrt.package import open_package
 from llmctl.plugins.core.calls import OpCall, StepInputs

@@ -6,8 +6,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llmctl.builder.build import EnginePlan, run_build
+from llmctl.builder.build import run_build
 from llmctl.builder.engine_format import TrtPiece
+from llmctl.builder.engine_plan import EnginePlan
 from llmctl.builder.tensorrt.networks import PieceNetwork
 from support.tensorrt.evaluated import networks_of, plan_engine
 from support.tensorrt.fake_tensorrt import FakeModule
