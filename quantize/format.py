@@ -46,7 +46,7 @@ QUANT_CONFIG_FILE = "hf_quant_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-# What a tokenizer may consist of; `tokenizer.json` alone is what llmctl itself reads.
+# What a tokenizer may consist of; llmctl itself reads tokenizer.json, and cli/added_tokens.py.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
