@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FETCH = "fetch the tokenizer files again"
+# What transformers takes the leading space of, in this order, where a tokenizer asks for it.
+_TIGHT = (".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re")
 _REPLACEMENT = "\ufffd"  # what decoding makes of bytes that are no UTF-8, or not all there yet
 
 
@@ -99,11 +101,18 @@ class Tokenizer:
             text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
             return text
 
-        return guarded(decoded, f"the tokenizer in {self.folder} cannot decode the output")
+        text = guarded(decoded, f"the tokenizer in {self.folder} cannot decode the output")
+        return _cleaned(text) if self._cleans_up else text
 
     def decode_so_far(self, token_ids: Sequence[int]) -> str:
         """The text of an unfinished output, without a last character whose bytes are incomplete."""
-        return self.decode(token_ids).rstrip(_REPLACEMENT)
+        text = self.decode(token_ids)
+        if not text.endswith(_REPLACEMENT):
+            return text
+        # Where tokens are bytes, an incomplete one makes replacements of all bytes just before it.
+        end = len(token_ids)
+        shorter = (self.decode(token_ids[: max(end - less, 0)]) for less in range(1, 4))
+        return max((one.rstrip(_REPLACEMENT) for one in (text, *shorter)), key=len)
 
     def chat_prompt(self, message: str) -> list[int]:
         """One user message in the model's chat template, ready for the reply.
@@ -159,12 +168,29 @@ class Tokenizer:
             ) from error
         return full
 
+    @cached_property
+    def _cleans_up(self) -> bool:
+        # transformers asks twice before it does so to a BPE, whose spaces are those of the text.
+        asks = "clean_up_tokenization_spaces"
+        if type(self._backend.model).__name__ == "BPE":
+            insists = f"{asks}_for_bpe_even_though_it_will_corrupt_output"
+            return bool(self._config.get(asks) and self._config.get(insists))
+        return bool(self._config.get(asks))
+
     def _special_id(self, name: str) -> int | None:
         token = self._special.get(name)
         if token is None:
             return None
         found: int | None = self._backend.token_to_id(token)
         return found
+
+
+def _cleaned(text: str) -> str:
+    for tight in _TIGHT:
+        text = text.replace(f" {tight}", tight)
+        if tight == ",":
+            text = text.replace(" ' ", "'")
+    return text
 
 
 def tokenizer_hash(folder: Path) -> str | None:
