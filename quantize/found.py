@@ -7,7 +7,7 @@ in its own way in config.json, ModelOpt before 0.31 in hf_quant_config.json.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -107,16 +107,20 @@ def read_quantization(
         return stated
     name, found = "quantization of hf_quant_config.json", nested.get("quantization", nested)
     other = _modelopt(_required_object(found, name, where), where)
-    if stated is not None:
-        _require_same(stated, other, where)
-    return stated or other
+    if stated is None:
+        return other
+    _require_same(stated, other, where)
+    # Older versions of ModelOpt wrote no KV cache into config.json.
+    return replace(stated, kv_cache_algo=stated.kv_cache_algo or other.kv_cache_algo)
 
 
 def _require_same(stated: QuantizationInfo, other: QuantizationInfo, where: str) -> None:
-    # Not the excluded modules: what the weights are stored as has the last word on those.
+    # Not the excluded modules: what the weights are stored as has the last word on those. One that
+    # says nothing of the KV cache disagrees with nobody.
     for name in ("algo", "activations", "kv_cache_algo"):
         one, two = getattr(stated, name), getattr(other, name)
-        if one != two:
+        is_silent = name == "kv_cache_algo" and None in (one, two)
+        if one != two and not is_silent:
             raise UnknownQuantization(
                 f"{where} and hf_quant_config.json beside it disagree: {name} is {shown(one)} by "
                 f"the former, {shown(two)} by the latter",

@@ -51,14 +51,16 @@ def require_kv_cache(found: Mapping[str, Any], where: str) -> None:
 
 def require_modelopt_group(group: Any, is_dynamic: bool, where: str) -> None:
     """One entry of `config_groups` of a ModelOpt FP8 checkpoint: it repeats what quant_algo says.
-    Raises UnknownQuantization where it says something else."""
+    Raises UnknownQuantization where it says something else. Of FP8_PER_CHANNEL_PER_TOKEN ModelOpt
+    itself says "dynamic": false (0.47), so quant_algo alone decides on that."""
     group = group if isinstance(group, dict) else {}
     strategies = {"strategy": None, "scale_dtype": None}
-    for name, wanted in (("weights", False), ("input_activations", is_dynamic)):
+    inputs = (False, True) if is_dynamic else (False,)
+    for name, wanted in (("weights", (False,)), ("input_activations", inputs)):
         numbers = group.get(name)
         if not isinstance(numbers, dict):
             raise UnknownQuantization(f"{where}: {name} of a config group is {shown(numbers)}")
-        _require(numbers, _FLOAT8 | strategies | {"dynamic": (wanted,)}, name, where)
+        _require(numbers, _FLOAT8 | strategies | {"dynamic": wanted}, name, where)
     require_absent(group, ("output_activations",), where)
 
 

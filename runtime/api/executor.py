@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from time import monotonic
 from types import TracebackType
 from typing import Any, overload
 
@@ -19,6 +21,7 @@ from llmctl.errors import BadConfig
 from llmctl.plugins.ops.sampling.spec import SamplingBackend
 from llmctl.runtime.api import freezing
 from llmctl.runtime.api.executor_config import ExecutorConfig, KvCacheConfig
+from llmctl.runtime.api.field_types import as_type
 from llmctl.runtime.api.inbox import Inbox
 from llmctl.runtime.api.mailbox import Deliver, Mailbox
 from llmctl.runtime.assembly import assemble
@@ -34,18 +37,27 @@ from llmctl.runtime.worker import Worker
 
 __all__ = ["Executor", "ExecutorConfig", "KvCacheConfig"]
 
+EXIT_WAIT_S = 60.0  # far longer than any step; a kernel that hangs, or a `deliver`, never ends
 _running: set[tuple[Inbox, threading.Thread]] = set()  # of executors that nobody has shut down
 
 
 @atexit.register
 def _end_all() -> None:
     """A program may end without `shutdown`. A worker in the middle of a step would then use memory
-    that Python frees at its end, and the program would end by SIGSEGV."""
+    that Python frees at its end, and the program would end by SIGSEGV. Those that
+    never come to the end of their step are waited for no longer than EXIT_WAIT_S together."""
     ending = list(_running)
     for inbox, _ in ending:
         inbox.close()
+    deadline_s = monotonic() + EXIT_WAIT_S
     for _, thread in ending:
-        thread.join()
+        thread.join(max(0.0, deadline_s - monotonic()))
+    if any(thread.is_alive() for _, thread in ending):
+        print(
+            f"llmctl: an executor was still in a step, or in a deliver, {EXIT_WAIT_S:g} s after "
+            "the program's end; it is not waited for. Leave its with block, or call shutdown",
+            file=sys.stderr,
+        )
 
 
 def _leave_to_parent() -> None:
@@ -118,13 +130,19 @@ class Executor:
         """Ready responses of any request, of one, or of each of several (a list of lists).
 
         Blocks until there is at least one (for each), or the timeout: then the list is empty. An
-        unknown id, or one whose final response was taken, gives one error response.
+        unknown id, or one whose final response was taken, gives one error response. Raises
+        BadConfig on the executor's own thread, as `shutdown` does. A thread that waits without a
+        request open waits for those of others, until `shutdown`: it is a daemon thread where the
+        program may end before.
         """
-        if request_id is None:
-            return self._mailbox.take_any(timeout_s)
-        if isinstance(request_id, int):
-            return self._mailbox.take(request_id, timeout_s)
-        return self._mailbox.take_each(request_id, timeout_s)
+        self._refuse_own_thread("await_responses")
+        wait_s = None if timeout_s is None else _seconds(timeout_s)
+        asked = as_type("request_id", request_id, int | tuple[int, ...] | None)
+        if asked is None:
+            return self._mailbox.take_any(wait_s)
+        if isinstance(asked, int):
+            return self._mailbox.take(asked, wait_s)
+        return self._mailbox.take_each(asked, wait_s)
 
     def generate(self, prompt: Request | Items[int], **request: Any) -> Iterator[int]:
         """New tokens of one output, one by one as they are generated.
@@ -134,7 +152,7 @@ class Executor:
         that ended the request, if there was one.
         """
         if not isinstance(prompt, Request):
-            prompt = Request(tuple(prompt), **request)
+            prompt = Request(prompt, **request)  # type: ignore[arg-type]  # stored as a tuple
         if prompt.sampling_config.num_return_sequences != 1:
             raise BadConfig(
                 f"num_return_sequences is {prompt.sampling_config.num_return_sequences}; generate "
@@ -162,19 +180,28 @@ class Executor:
                     # results of steps in flight; the last response says that the request has ended
                     pass
 
+    def _refuse_own_thread(self, name: str) -> None:
+        """A `deliver` would wait for the very thread that it is called on, for ever."""
+        if threading.current_thread() is self._thread:
+            raise BadConfig(
+                f"{name} is called by a deliver, on the executor's own thread; it would wait for "
+                "itself",
+                fix="call it on another thread, to which deliver passes the response",
+            )
+
     def get_num_responses_ready(self, request_id: int | None = None) -> int:
         """Responses that await_responses would return without waiting."""
-        return self._mailbox.count(request_id)
+        return self._mailbox.count(as_type("request_id", request_id, int | None))
 
     def cancel_request(self, request_id: int) -> None:
         """Ask for the end of a request; its final result says CANCELLED. No effect if it has
-        ended."""
-        self._inbox.cancel(request_id)
+        ended. Raises BadConfig for what is no id."""
+        self._inbox.cancel(as_type("request_id", request_id, int))
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no request is left and nothing can be done in advance for the next ones: CUDA
         graphs are captured while there are no requests. False after so many seconds."""
-        return self._worker.is_settled.wait(timeout_s)
+        return self._worker.is_settled.wait(_seconds(timeout_s))
 
     @property
     def num_graphs_captured(self) -> int:
@@ -211,6 +238,7 @@ class Executor:
     def shutdown(self, *, drain: bool = False) -> None:
         """Cancel unfinished requests, or with `drain` finish them, and wait for the worker to end.
         May be called any number of times; a call without `drain` cuts short one with it."""
+        self._refuse_own_thread("shutdown")
         self._inbox.close(drain=drain)
         self._thread.join()
         _running.discard((self._inbox, self._thread))
@@ -229,3 +257,14 @@ class Executor:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def _seconds(timeout_s: float) -> float:
+    """As threads can wait for them. Raises BadConfig for what is no number of seconds."""
+    wait_s: float = as_type("timeout_s", timeout_s, float)
+    if wait_s != wait_s:  # a wait for NaN seconds would never end, and never sleep
+        raise BadConfig(
+            "timeout_s is nan; it must be a number of seconds",
+            fix="leave timeout_s out to wait for as long as it takes",
+        )
+    return min(wait_s, threading.TIMEOUT_MAX)

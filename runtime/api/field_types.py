@@ -60,6 +60,25 @@ def check_types(settings: Any, *, checks_integers: bool = False) -> None:
                 ) from None
 
 
+def as_type(name: str, value: Any, hint: Any) -> Any:
+    """An argument of a call as its type says, which is written as those of fields are; integers in
+    sequences are checked. Raises BadConfig for a value of another type."""
+    _, exact, convert, wanted = _argument(name, hint)
+    if type(value) in exact:
+        return value
+    try:
+        return convert(value)
+    except (TypeError, OverflowError):
+        raise BadConfig(
+            f"{name} is {value!r:.80} ({type(value).__name__}); it must be {wanted}"
+        ) from None
+
+
+@cache
+def _argument(name: str, hint: Any) -> _Field:
+    return _field(name, hint, checks_integers=True)
+
+
 @cache
 def _fields(cls: type, checks_integers: bool) -> tuple[_Field, ...]:
     late = {

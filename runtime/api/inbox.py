@@ -98,6 +98,7 @@ class Inbox:
         when it was forked is not there to let it go."""
         self._changed = threading.Condition()
         self._is_closed = True
+        self._mailbox.leave_to_parent()
         self._error = ExecutorClosed("this process was forked from the one that it runs in")
 
     def leave_queue(self, num_requests: int) -> None:

@@ -101,6 +101,14 @@ class Mailbox:
             self._is_closed = True
             self._notify(set(self._waiters))
 
+    def leave_to_parent(self) -> None:
+        """In a process that was forked: responses come to the other process. Requests are unknown
+        here, and nobody waits for them."""
+        self._lock = threading.Lock()
+        self._waiters, self._ready, self._deliver = {}, {}, {}
+        self._open = set()
+        self._is_closed = True
+
     def take_any(self, timeout_s: float | None) -> list[Response]:
         """All ready responses; waits for at least one. Empty after the timeout or `close`."""
         with self._lock:

@@ -14,7 +14,7 @@ from support.tree_drafter import RandomTrees
 
 from llmctl.errors import BadConfig
 from llmctl.runtime.drafting.drafts import Drafts
-from llmctl.runtime.drafting.method import MethodOption, MethodRow
+from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, MethodOption, MethodRow
 from llmctl.runtime.drafting.methods import METHODS, choose_method, how_to_draft, method_options
 from llmctl.runtime.drafting.plain.drafter import NoDrafter
 from llmctl.runtime.drafting.plain.method import PlainDecoding
@@ -41,8 +41,10 @@ class RepeatDrafter(NoDrafter):
 class RepeatLast:
     draft_len: int | None
     name = "repeat"
+    build_mode = EXTERNAL_DRAFTS
     is_drafting = True
     has_lengths = True
+    drafts_trees = False
     is_device_led = False
     notes = ()
     acceptance = "tokens"
@@ -56,6 +58,9 @@ class RepeatLast:
 
     def make_drafter(self, engines, draft_len):
         return RepeatDrafter(draft_len)
+
+    def make_device_drafter(self, engines, draft_len, drafter):
+        return None
 
 
 ROW = MethodRow(

@@ -51,12 +51,22 @@ def test_an_mxfp4_checkpoint_names_its_scheme_in_either_document() -> None:
     assert nested["quantization"]["group_size"] == 32
 
 
+@pytest.mark.parametrize("silent", ["nested", "flat", "neither"])
+def test_either_document_may_be_silent_about_the_kv_cache(silent: str) -> None:
+    nested, flat = quantization_documents(find_scheme("fp8"), "FP8", ["lm_head"], "0.47.0")
+    if silent == "nested":
+        nested["quantization"]["kv_cache_quant_algo"] = None
+    elif silent == "flat":
+        del flat["kv_cache_scheme"]
+    found = read({"quantization_config": flat}, nested)
+    assert found is not None and found.kv_cache_algo == "FP8"
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "algo is 'FP8' by the former, 'FP8_PER_"),
         ({"quant_algo": None}, "algo is 'FP8' by the former, None by the latter"),
-        ({"kv_cache_quant_algo": None}, "kv_cache_algo is 'FP8' by the former, None by"),
         ({"kv_cache_quant_algo": "INT8"}, "kv_cache_algo is 'FP8' by the former, 'INT8'"),
     ],
 )

@@ -122,3 +122,14 @@ def test_what_is_not_executed_is_refused_by_its_name(found: dict[str, Any], text
 def test_the_kv_cache_of_autofp8_is_not_lost() -> None:
     found = {"quant_method": "fp8", "activation_scheme": "STATIC", "kv_cache_scheme": "static"}
     assert (read(found).kv_cache_algo, read(found).activations) == ("FP8", "static")
+
+
+@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN"])
+def test_groups_as_modelopt_describes_its_own_algorithms_are_read(algo: str) -> None:
+    """convert_hf_config.py of ModelOpt 0.47 calls the activations of both static."""
+    numbers = {"dynamic": False, "num_bits": 8, "type": "float"}
+    weights = numbers if algo == "FP8" else {**numbers, "strategy": "channel"}
+    groups = {"group_0": {"input_activations": numbers, "weights": weights}}
+    found = read({"quant_method": "modelopt", "quant_algo": algo, "config_groups": groups})
+    assert found.algo == algo
+    assert found.activations == ("static" if algo == "FP8" else "dynamic")

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from llmctl.builder.engine_format import EngineConfig
 from llmctl.runtime.drafting.drafts import ROOT, Drafts
+from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS
 from llmctl.runtime.drafting.plain.drafter import NoDrafter
 from llmctl.runtime.drafting.target_check import check_target
 from llmctl.runtime.request import Batch
@@ -56,8 +57,10 @@ class RandomTrees:
     draft_len: int | None
     answers: Outputs
     name = "random trees"
+    build_mode = EXTERNAL_DRAFTS
     is_drafting = True
     has_lengths = True
+    drafts_trees = True
     is_device_led = False
     notes = ()
     acceptance = "tokens"
@@ -71,6 +74,9 @@ class RandomTrees:
 
     def make_drafter(self, engines: object, draft_len: int) -> TreeDrafter:
         return drafter_of(self.answers, draft_len)
+
+    def make_device_drafter(self, engines: object, draft_len: int, drafter: object) -> None:
+        return None
 
 
 def drafter_of(answers: Outputs, draft_len: int) -> TreeDrafter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +73,7 @@ class TreeDevice:
         self.draft.queue = self.target.queue
         self.drafter = DraftEngineDrafter(self.draft, tree.nodes, shape)
         self.capture = Capture([self.target.program, self.draft.program])
-        made = DraftEngine(None, tree=tree).make_device_drafter(
+        made = DraftEngine(Path("draft"), tree=tree).make_device_drafter(
             {"draft": self.draft}, tree.nodes, self.drafter
         )
         assert isinstance(made, DeviceDraftTrees)
@@ -218,7 +219,7 @@ def test_the_device_leads_where_its_kernels_are_wide_enough(tree, draft_drafts, 
     draft = DeviceEngine(max_draft_len=draft_drafts)
     engines = {"target": target, "draft": draft}
     loaded = SimpleNamespace(engines=engines, sampling=None, has_rounds=True)
-    method = DraftEngine(None, tree=tree)
+    method = DraftEngine(Path("draft"), tree=tree)
     opened = OpenedOnGpu(loaded, "a GPU")
     runner = opened.make_round_runner(method, None, tree.nodes, None, ())
     assert (runner is not None) == is_led
