@@ -244,6 +244,13 @@ class keeping(replacing):
             raise
         self._num_bytes += len(content)
 
+    def go_back(self) -> None:
+        """Forget what an `append` wrote that an exception cut short, so that the next follows the
+        last whole one. Raises OSError."""
+        if not self._is_special:
+            self._file.seek(self._num_bytes)
+            self._file.truncate()
+
     def drop(self) -> None:
         """Close it and keep nothing. Never raises OSError."""
         self._num_bytes = 0

@@ -7,7 +7,7 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,6 +33,38 @@ class LossyStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class LateStream:
+    """stdout of a command that may write files as well. With files, when its disk is full or its
+    reader has gone, the rest is not shown, and `raise_failure` says so once they are whole."""
+
+    def __init__(self, stream: TextIO, *, has_files: bool) -> None:
+        self._stream, self._has_files = stream, has_files
+        self._failure: OSError | None = None
+
+    def write(self, text: str) -> int:
+        """As of the stream; raises OSError only without files."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """As of the stream; raises OSError only without files."""
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        if self._failure is None:
+            try:
+                act()
+            except OSError as error:
+                if not self._has_files:
+                    raise
+                self._failure = error
+
+    def raise_failure(self) -> None:
+        """Raises the first OSError, if there was one."""
+        if self._failure is not None:
+            raise self._failure
 
 
 class _PatientWriter(io.FileIO):

@@ -87,7 +87,7 @@ def generate(
     asked = [(row, row.request) for row in rows if row.error is None and row.request is not None]
     for row, request in asked:
         count = request.sampling_config.num_return_sequences
-        row.sequences, row.is_done = [SequenceOutput() for _ in range(count)], False
+        row.sequences = [SequenceOutput() for _ in range(count)]
     waiting = deque(sorted(asked, key=lambda item: -item[1].priority))
     by_id: dict[int, Row] = {}
     began = perf_counter()
@@ -102,7 +102,7 @@ def generate(
         if not responses:  # it closed without an answer to everybody
             closed = ExecutorClosed("the executor stopped before this request ended")
             for row in [*by_id.values(), *(row for row, _ in waiting)]:
-                row.error = row.error or closed
+                row.error = closed
             by_id.clear()
             waiting.clear()
         for response in responses:

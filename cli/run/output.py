@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from llmctl.cli.run.generate import Row, SequenceOutput
 from llmctl.errors import LlmctlError
@@ -15,6 +15,13 @@ class Decoder(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
     def decode_so_far(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Shown(Protocol):
+    """What is needed of stdout."""
+
+    def write(self, text: str, /) -> object: ...
+    def flush(self) -> None: ...
 
 
 def input_line(row: Row) -> str:
@@ -28,7 +35,7 @@ def output_line(row: Row, index: int, text: str) -> str:
     return f'Output [Text {row.index}{sequence} Beam 0]: "{text}"'
 
 
-def print_rows(rows: Sequence[Row], decoder: Decoder, file: IO[str]) -> None:
+def print_rows(rows: Sequence[Row], decoder: Decoder, file: Shown) -> None:
     """Every row's input and outputs. A row that failed has its input line alone."""
     for row in rows:
         print(input_line(row), file=file)
@@ -42,7 +49,7 @@ def print_rows(rows: Sequence[Row], decoder: Decoder, file: IO[str]) -> None:
 class StreamPrinter:
     """Reprints an output's line with the text so far, every `interval` responses and at the end."""
 
-    def __init__(self, decoder: Decoder, interval: int, file: IO[str]) -> None:
+    def __init__(self, decoder: Decoder, interval: int, file: Shown) -> None:
         self._decoder = decoder
         self._interval = interval
         self._file = file

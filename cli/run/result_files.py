@@ -1,7 +1,8 @@
 """Files of results, which grow row by row: --output-csv, --output-jsonl and the arrays.
 
 A file has its final name when every prompt has ended. What a run that was cut short had written
-is kept beside it as NAME.partial.ENDING, rows of whole prompts alone.
+is kept beside it as NAME.partial.ENDING, rows of whole prompts alone: those before the first prompt
+that had not ended, and in a .jsonl, whose rows have their index, all others that had.
 """
 
 from __future__ import annotations
@@ -66,6 +67,26 @@ class _Lines:
         self._file.close(is_whole)
 
 
+class _IndexedLines(_Lines):
+    """Lines that say which prompt is theirs."""
+
+    def __init__(self, path: Path, lines: Callable[[Row], Iterable[str]]) -> None:
+        super().__init__(path, lines)
+        self._next = 0
+
+    def add(self, row: Row) -> None:
+        super().add(row)
+        self._next = row.index + 1
+
+    def add_ended(self, rows: Sequence[Row]) -> None:
+        """Of a run that was cut: what had ended behind a prompt that had not. The cut may have been
+        in the middle of a row, which is written again."""
+        self._file.go_back()
+        for row in rows[self._next :]:
+            if row.has_ended and not is_lost(row):
+                self.add(row)
+
+
 class _Array:
     """A .npy array [outputs, longest], padded on the right. Its first line can be placed when the
     longest is known, so values are held until the end, 4 bytes each."""
@@ -126,9 +147,9 @@ class ResultFiles:
     """
 
     def __init__(
-        self, files: Files, tokenizer: Any, num_rows: int, say: Callable[[str], None]
+        self, files: Files, tokenizer: Any, rows: Sequence[Row], say: Callable[[str], None]
     ) -> None:
-        self._num_rows, self._say = num_rows, say
+        self._rows, self._say = rows, say
         self._is_cut = False
         self._failure: OSError | None = None
         self._open: list[_Output] = []
@@ -142,7 +163,7 @@ class ResultFiles:
         if files.csv is not None:
             self._open.append(_Lines(files.csv, _csv_lines))
         if files.jsonl is not None:
-            self._open.append(_Lines(files.jsonl, lambda row: _json_lines(row, decoder)))
+            self._open.append(_IndexedLines(files.jsonl, lambda row: _json_lines(row, decoder)))
         if files.npy is not None:
             pad_id = -1 if decoder.end_id is None else decoder.end_id
             self._open.append(_Array(files.npy, "<i4", pad_id, lambda item: item.token_ids))
@@ -155,11 +176,12 @@ class ResultFiles:
 
     def add(self, row: Row) -> None:
         """The outputs of a row that has ended; empty ones where it failed, so that files keep
-        their lines aligned. With the first that had nothing left to run on the files end."""
+        their lines aligned. Those without an index end with the first row that had nothing left to
+        run on."""
         self._is_cut = self._is_cut or is_lost(row)
-        if self._is_cut:
-            return
         for file in list(self._open):
+            if self._is_cut and (is_lost(row) or not isinstance(file, _IndexedLines)):
+                continue
             try:
                 file.add(row)
             except OSError as error:
@@ -185,7 +207,13 @@ class ResultFiles:
 
     def _close(self, *, is_whole: bool) -> None:
         while self._open:
-            self._end(self._open.pop(0), is_whole)
+            file = self._open.pop(0)
+            if not is_whole and isinstance(file, _IndexedLines):
+                try:
+                    file.add_ended(self._rows)
+                except OSError as error:
+                    self._failure = self._failure or error
+            self._end(file, is_whole)
 
     def _end(self, file: _Output, is_whole: bool) -> None:
         """Close it, and say what was kept of it where it is not whole."""
@@ -195,7 +223,7 @@ class ResultFiles:
             self._failure = self._failure or error
             is_whole = False
         if not is_whole:
-            count = f"{file.num_rows} of {self._num_rows} prompts"
+            count = f"{file.num_rows} of {len(self._rows)} prompts"
             where = "nothing is kept" if file.kept is None else f"kept in {file.kept}"
             self._say(f"{file.path} was not completed: it had {count}; {where}")
 

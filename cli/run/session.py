@@ -18,7 +18,7 @@ from llmctl.cli.run.prompts import PromptOptions, make_rows, read_all, refuse_ro
 from llmctl.cli.run.report import LOG_LEVELS, RunStats, engine_lines, stats_lines, summarize
 from llmctl.cli.run.result_files import Files, ResultFiles
 from llmctl.cli.run.results import Results
-from llmctl.cli.streams import results_on_stdout
+from llmctl.cli.streams import LateStream, results_on_stdout
 from llmctl.cli.tokenizer import Tokenizer, engine_tokenizer, tokenizer_hash
 from llmctl.errors import BadConfig, ExactnessViolation, LlmctlError, RankFailure
 from llmctl.runtime.open import CheckedEngines, EngineOptions, OpenEngines, check_engines
@@ -56,6 +56,9 @@ class Session:
 
     def __init__(self, options: SessionOptions) -> None:
         self._options = options
+        files = (getattr(options.files, item.name) for item in fields(options.files))
+        self._paths = [path for path in files if path is not None]
+        self._stdout = LateStream(sys.stdout, has_files=bool(self._paths))
 
     def run(self) -> int:
         """The exit code: 1 when any row failed or was refused. Named errors are raised."""
@@ -63,9 +66,7 @@ class Session:
         code = serve_rank(options.engines)
         if code is not None:
             return code
-        files = (getattr(options.files, item.name) for item in fields(options.files))
-        given = (path for path in files if path is not None)
-        require_writable(*given, source=options.prompts.input_file)
+        require_writable(*self._paths, source=options.prompts.input_file)
         prompts = read_all(options.prompts)
         checked = check_engines(options.engines)
         tokenizer = self._tokenizer(checked.target)
@@ -94,7 +95,7 @@ class Session:
             stats = self._generate(engines, rows, tokenizer, files)
         with results_on_stdout():
             self._print_object(rows, tokenizer, stats)
-            files.raise_failure()
+            self._raise_failures(files)
             self._log("info", *stats_lines(stats))
             self._report_rows(rows, engines.target.max_seq_len)
             if options.is_verifying:
@@ -111,13 +112,13 @@ class Session:
                 self._results(rows, tokenizer, files).hand_on()
             with results_on_stdout():
                 self._print_object(rows, tokenizer, stats)
-                files.raise_failure()
+                self._raise_failures(files)
         self._report_rows(rows, checked.target.build_config["max_seq_len"])
         return _exit_code(rows)
 
     def _files(self, rows: Sequence[Row], tokenizer: Tokenizer) -> ResultFiles:
         return ResultFiles(
-            self._options.files, tokenizer, len(rows), lambda line: self._log("error", line)
+            self._options.files, tokenizer, rows, lambda line: self._log("error", line)
         )
 
     def _results(self, rows: Sequence[Row], tokenizer: Tokenizer, files: ResultFiles) -> Results:
@@ -126,7 +127,7 @@ class Session:
         is_shown = not options.is_json and options.streaming_interval is None
         return Results(
             rows,
-            *([lambda row: print_rows([row], tokenizer, sys.stdout)] if is_shown else []),
+            *([lambda row: print_rows([row], tokenizer, self._stdout)] if is_shown else []),
             files.add,
             keeps_tokens=options.is_json or options.is_verifying,
         )
@@ -149,7 +150,9 @@ class Session:
         self, engines: OpenEngines, rows: list[Row], tokenizer: Tokenizer, files: ResultFiles
     ) -> RunStats:
         interval = self._options.streaming_interval
-        listener = StreamPrinter(tokenizer, interval, sys.stdout) if interval is not None else None
+        listener = None
+        if interval is not None:
+            listener = StreamPrinter(tokenizer, interval, self._stdout)
         with engines.executor() as executor:
             total_s = generate(
                 executor,
@@ -198,6 +201,10 @@ class Session:
                 _compare(row, plain)
         num_tokens = sum(row.num_new_tokens for row in done)
         self._log("info", f"exact: {num_tokens} tokens equal plain decoding, each prompt alone")
+
+    def _raise_failures(self, files: ResultFiles) -> None:
+        files.raise_failure()
+        self._stdout.raise_failure()
 
     def _print_object(self, rows: Sequence[Row], tokenizer: Tokenizer, stats: RunStats) -> None:
         """Of --json. It is whole or not there, so it has to wait for the last prompt."""

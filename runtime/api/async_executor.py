@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 from llmctl.errors import BadConfig
-from llmctl.runtime.api.executor import Executor
+from llmctl.runtime.api.executor import Executor, tokens_of
 from llmctl.runtime.api.mailbox import is_final
 from llmctl.runtime.request import Request
 from llmctl.runtime.response import Response
@@ -82,7 +82,8 @@ class AsyncExecutor:
 
     async def generate(self, request: Request) -> AsyncGenerator[int, None]:
         """The output token by token, as it is generated; the request must be streaming and have one
-        sequence. Raises the error that ended the request, if there was one."""
+        sequence. Raises the error that ended the request, if there was one, and ExecutorClosed
+        where a shutdown cut it."""
         sampling, output = request.sampling_config, request.output_config
         if not request.streaming or output.return_all_generated_tokens:
             raise BadConfig(
@@ -99,10 +100,7 @@ class AsyncExecutor:
         responses = self.responses(request)
         try:
             async for response in responses:
-                if response.result is None:
-                    assert response.error is not None
-                    raise response.error
-                for token in response.result.output_token_ids:
+                for token in tokens_of(response):
                     yield token
         finally:
             await responses.aclose()

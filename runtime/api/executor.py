@@ -17,7 +17,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, overload
 
-from llmctl.errors import BadConfig
+from llmctl.errors import BadConfig, ExecutorClosed
 from llmctl.plugins.ops.sampling.spec import SamplingBackend
 from llmctl.runtime.api import freezing
 from llmctl.runtime.api.executor_config import ExecutorConfig, KvCacheConfig
@@ -28,7 +28,7 @@ from llmctl.runtime.assembly import assemble
 from llmctl.runtime.drafting.drafter import Drafter
 from llmctl.runtime.drafting.plain.drafter import NoDrafter
 from llmctl.runtime.kv_cache import KvCacheEventManager
-from llmctl.runtime.request import Request
+from llmctl.runtime.request import FinishReason, Request
 from llmctl.runtime.response import Response
 from llmctl.runtime.rounds.rounds import RoundRunner
 from llmctl.runtime.stats.counters import IterationStats, RequestStatsPerIteration, SpeculationStats
@@ -149,7 +149,7 @@ class Executor:
 
         prompt: token ids, with the other fields of Request (at least max_tokens) as keywords, or a
         whole Request for one sequence. Closing the iterator cancels the request. Raises the error
-        that ended the request, if there was one.
+        that ended the request, if there was one, and ExecutorClosed where a shutdown cut it.
         """
         if not isinstance(prompt, Request):
             prompt = Request(prompt, **request)  # type: ignore[arg-type]  # stored as a tuple
@@ -165,11 +165,8 @@ class Executor:
         try:
             while not is_final:
                 for response in self.await_responses(request_id):
-                    if response.result is None:
-                        is_final = True
-                        raise response.error or AssertionError("neither a result nor an error")
-                    is_final = response.result.is_final
-                    yield from response.result.output_token_ids
+                    is_final = response.result is None or response.result.is_final
+                    yield from tokens_of(response)
         finally:
             if not is_final:
                 self.cancel_request(request_id)
@@ -257,6 +254,19 @@ class Executor:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def tokens_of(response: Response) -> tuple[int, ...]:
+    """Of the response to a request that only its reader can cancel; raises its error, and
+    ExecutorClosed where it was cancelled: fewer tokens would look like a whole output."""
+    if response.result is None:
+        raise response.error or AssertionError("neither a result nor an error")
+    if response.result.finish_reason is FinishReason.CANCELLED:
+        raise ExecutorClosed(
+            "the executor was shut down before this output ended",
+            fix="shutdown(drain=True) lets requests end",
+        )
+    return response.result.output_token_ids
 
 
 def _seconds(timeout_s: float) -> float:

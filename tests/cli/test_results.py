@@ -96,6 +96,19 @@ def test_requests_that_waited_when_the_executor_ended_have_its_error():
     assert all(row.error is not None for row in rows[1:])
 
 
+def test_an_executor_that_stops_is_asked_for_nothing_more():
+    class Stops(Backwards):
+        def await_responses(self):
+            return []
+
+    rows, executor, taken = make_rows(4), Stops(), []
+    rows[0].error = ValueError("refused")
+    results = Results(rows, lambda row: taken.append(executor.num), keeps_tokens=True)
+    generate(executor, rows, max_in_flight=1, hand_on=results.hand_on)
+    assert executor.num == 1 and all(isinstance(r.error, ExecutorClosed) for r in rows[1:])
+    assert taken == [0, 1, 1, 1], "what was refused is handed on before anything runs"
+
+
 # ---- the program, cut short ----
 
 

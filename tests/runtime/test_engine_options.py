@@ -21,7 +21,7 @@ from llmctl.runtime.drafting.ngram.method import NgramLookup
 from llmctl.runtime.drafting.redrafter.method import RecurrentDrafting
 from llmctl.runtime.engine_options import EngineOptions
 from llmctl.runtime.kv_cache.attention_windows import WindowOptions
-from llmctl.runtime.schedule.admission import SchedulerConfig
+from llmctl.runtime.schedule.admission import Limits, SchedulerConfig
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,10 @@ def options(**fields):
     return EngineOptions(**{"engine_dir": "engine", **fields})
 
 
+def limits(**fields):
+    return Limits(**{"max_batch_size": 1, "max_num_tokens": 64, "max_seq_len": 64, **fields})
+
+
 @pytest.mark.parametrize(
     ("make", "given", "wanted"),
     [
@@ -61,6 +65,9 @@ def options(**fields):
         (options, {"host_memory_bytes": -1}, "at least 1"),
         (options, {"max_batch_size": 0}, "at least 1"),
         (options, {"max_num_tokens": 64.0}, "an integer, or None"),
+        (options, {"max_num_tokens": 0}, "at least 1"),
+        (options, {"free_fraction": 10**400}, "a number, or None"),
+        (options, {"max_step_ms": 10**400}, "a number, or 'auto', or None"),
         (options, {"num_threads": -2}, "at least 1"),
         (options, {"num_threads": "2"}, "an integer, or None"),
         (options, {"tp_size": "2"}, "an integer, or None"),
@@ -80,6 +87,7 @@ def options(**fields):
         (executor_config, {"max_queue_size": True}, "an integer, or None"),
         (executor_config, {"iter_stats_max_iterations": 1.5}, "an integer"),
         (SchedulerConfig, {"enable_chunked_context": 1}, "True or False"),
+        (limits, {"max_seq_len": "64"}, "an integer"),
         (DraftEngine, {"engine": None}, "a path"),
         (DraftEngine, {"engine": "x", "tree": (5, 3, 16)}, "of type DraftTree, or None"),
         (DraftEngine, {"engine": "x", "draft_len": 0}, "at least 1"),
@@ -89,7 +97,11 @@ def options(**fields):
         (Medusa, {"tree": [[0]]}, "of type MedusaTree, or None"),
         (Medusa, {"draft_len": True}, "an integer, or None"),
         (RecurrentDrafting, {"num_beams": -4}, "at least 1"),
+        (RecurrentDrafting, {"length": 0}, "at least 1"),
         (Eagle, {"depth": 2.5}, "an integer, or None"),
+        (Eagle, {"depth": 0}, "at least 1"),
+        (Eagle, {"num_offers": 0}, "at least 1"),
+        (Eagle, {"acceptance": np.array(["tokens", "logits"])}, "'tokens' or 'logits'"),
         (Eagle, {"acceptance": "some"}, "'tokens' or 'logits'"),
         (LookaheadDecoding, {"config": [4, 3, 4]}, "of type LookaheadDecodingConfig, or None"),
     ],

@@ -17,8 +17,9 @@ def ids(found):
 def write_results(outputs, pad_id=-1, **files):
     """Token ids, or log-probabilities, of one output a row, to files named as fields of Files."""
     tokenizer = SimpleNamespace(end_id=pad_id, decode=str)
-    with ResultFiles(Files(**files), tokenizer, len(outputs), print) as file:
+    rows: list[Row] = []
+    with ResultFiles(Files(**files), tokenizer, rows, print) as file:
         for index, values in enumerate(outputs):
-            row = Row(index, "", sequences=[SequenceOutput(values, log_probs=values)])
-            file.add(row)
+            rows.append(Row(index, "", sequences=[SequenceOutput(values, log_probs=values)]))
+            file.add(rows[-1])
     file.raise_failure()

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import Decimal, localcontext
+from typing import Literal
 
+import numpy as np
 import torch
 
 # Angles computed at a time, each in float64: on a CPU as many as stay in a core's cache, and fewer
@@ -45,9 +47,18 @@ def fill_rotary_table(
         rows = table[first : first + step]
         positions = torch.arange(len(rows), device=device) + (start + first)
         angles = (positions.to(torch.float32)[:, None] * each).double()
-        rows[:, :half] = _rounded(angles.cos(), angles, is_sine=False)
-        rows[:, half:] = _rounded(angles.sin(), angles, is_sine=True)
+        rows[:, :half] = _rounded(_values(angles, "cos"), angles, is_sine=False)
+        rows[:, half:] = _rounded(_values(angles, "sin"), angles, is_sine=True)
         rows *= factor
+
+
+def _values(angles: torch.Tensor, function: Literal["cos", "sin"]) -> torch.Tensor:
+    """Of float64 angles. On a CPU numpy's: torch's are MKL's, on threads of OpenMP, which a forked
+    process does not have and waits for without end."""
+    if angles.device.type != "cpu":
+        values: torch.Tensor = getattr(angles, function)()
+        return values
+    return torch.from_numpy(getattr(np, function)(angles.numpy()))
 
 
 def _rounded(values: torch.Tensor, angles: torch.Tensor, *, is_sine: bool) -> torch.Tensor:

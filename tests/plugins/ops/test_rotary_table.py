@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from decimal import Decimal, localcontext
 from hashlib import sha256
 
@@ -101,3 +103,25 @@ def test_digits_do_not_depend_on_whole_turns() -> None:
             sine, cosine = exact_sine(angle), exact_cosine(angle)
             assert abs(doubled - 2 * sine * cosine) < Decimal("1e-60")
             assert abs(sine**2 + cosine**2 - 1) < Decimal("1e-60")
+
+
+_FORKS = """
+import os, signal, torch
+from llmctl.plugins.ops.rope_kv_write.table import fill_rotary_table
+torch.set_num_threads(2)
+frequencies = [0.5**i for i in range(64)]
+made = [torch.empty(4096, 128) for _ in range(2)]
+torch.ones(1 << 20, dtype=torch.float64).cos()  # starts the threads that a child does not have
+fill_rotary_table(made[0], frequencies, 1.0)
+child = os.fork()
+if not child:
+    signal.alarm(10)
+    fill_rotary_table(made[1], frequencies, 1.0)
+    os._exit(0 if made[0].numpy().tobytes() == made[1].numpy().tobytes() else 1)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+"""
+
+
+def test_a_forked_process_makes_its_own() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS], timeout=60, check=False)
+    assert done.returncode == 0

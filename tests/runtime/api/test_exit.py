@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import threading
-from time import monotonic
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
 from support.executor import PROMPT, WAIT_S, collect
 
-from llmctl.errors import BadConfig, RequestError
+from llmctl.errors import BadConfig, ExecutorClosed, RequestError
 from llmctl.runtime.api import executor as module
+from llmctl.runtime.api.async_executor import AsyncExecutor
 from llmctl.runtime.request import FinishReason, Request
 
 # A program whose request is in the middle of a step that takes as long as it is told to.
@@ -192,3 +194,36 @@ def test_ids_may_be_integers_of_numpy(make):
 def test_a_prompt_that_is_no_token_ids_is_refused_by_name(make, prompt):
     with pytest.raises(BadConfig, match="input_token_ids is .*; it must be a sequence of token"):
         next(make().generate(prompt, max_tokens=3))
+
+
+@pytest.fixture
+def slow(fake):
+    """An engine that has far from ended 200 tokens when the first is there."""
+
+    class Slow(fake.Engine):
+        def run(self, step):
+            sleep(0.005)
+            return super().run(step)
+
+    return Slow()
+
+
+def test_an_output_that_a_shutdown_cuts_is_no_whole_one(make, slow):
+    executor = make(slow)
+    tokens = executor.generate(PROMPT, max_tokens=200)
+    next(tokens)
+    executor.shutdown()
+    with pytest.raises(ExecutorClosed, match="shut down before this output ended"):
+        list(tokens)
+
+
+def test_the_same_for_asyncio(make, slow):
+    async def cut():
+        executor = AsyncExecutor(make(slow))
+        tokens = executor.generate(Request(PROMPT, 200, streaming=True))
+        await anext(tokens)
+        await executor.shutdown()
+        return [token async for token in tokens]
+
+    with pytest.raises(ExecutorClosed, match="shut down before this output ended"):
+        asyncio.run(cut())
