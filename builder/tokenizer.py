@@ -18,7 +18,9 @@ from llmctl.quantize.format import has_file, read_json, shown
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+SPECIAL_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
 
 
 def describe_tokenizer(files: Sequence[Path]) -> dict[str, Any]:

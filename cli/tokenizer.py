@@ -1,4 +1,4 @@
-"""Text to token ids and back, from tokenizer.json alone.
+"""Text to token ids and back, from tokenizer.json and what other files say of single tokens.
 
 The `tokenizers` library loads in a hundredth of the time transformers takes. Tests compare ids and
 texts with AutoTokenizer's, which also lets tokenizer.json decide about bos and eos and ignores
@@ -13,27 +13,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenizers import AddedToken
-
 from llmctl.builder.engine_format import TOKENIZER_FOLDER, EngineConfig
 from llmctl.builder.tokenizer import (
-    SPECIAL_TOKENS,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     describe_tokenizer,
     file_sha256,
     read_tokenizer_config,
-    special_token,
 )
+from llmctl.cli.added_tokens import add_tokens
 from llmctl.cli.chat_template import render
 from llmctl.errors import BadConfig, CorruptEngine, LlmctlError, TokenizerError
-from llmctl.quantize.format import clipped, not_a_file, shown
+from llmctl.quantize.format import clipped, not_a_file
 from llmctl.quantize.tokenizer_file import guarded, open_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FETCH = "fetch the tokenizer files again"
+# What transformers takes the leading space of, in this order, where a tokenizer asks for it.
+_TIGHT = (".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re")
 _REPLACEMENT = "\ufffd"  # what decoding makes of bytes that are no UTF-8, or not all there yet
 
 
@@ -58,14 +57,8 @@ class Tokenizer:
             )
         self._backend = open_tokenizer(path)
         self._config = read_tokenizer_config(folder / TOKENIZER_CONFIG_FILE)
-        self._add_listed_tokens(folder / TOKENIZER_CONFIG_FILE)
-        self._add_named_special_tokens()
-        if self._special_token("eos_token") is not None and self.end_id is None:
-            raise TokenizerError(
-                f"{folder / TOKENIZER_CONFIG_FILE} names {shown(self._special_token('eos_token'))} "
-                f"as eos_token, which {TOKENIZER_FILE} does not have: no text would end",
-                fix=self._fetch,
-            )
+        self._special = add_tokens(self._backend, folder, self._config)
+        self._backend.encode_special_tokens = bool(self._config.get("split_special_tokens"))
 
     @property
     def end_id(self) -> int | None:
@@ -108,11 +101,18 @@ class Tokenizer:
             text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
             return text
 
-        return guarded(decoded, f"the tokenizer in {self.folder} cannot decode the output")
+        text = guarded(decoded, f"the tokenizer in {self.folder} cannot decode the output")
+        return _cleaned(text) if self._cleans_up else text
 
     def decode_so_far(self, token_ids: Sequence[int]) -> str:
         """The text of an unfinished output, without a last character whose bytes are incomplete."""
-        return self.decode(token_ids).rstrip(_REPLACEMENT)
+        text = self.decode(token_ids)
+        if not text.endswith(_REPLACEMENT):
+            return text
+        # Where tokens are bytes, an incomplete one makes replacements of all bytes just before it.
+        end = len(token_ids)
+        shorter = (self.decode(token_ids[: max(end - less, 0)]) for less in range(1, 4))
+        return max((one.rstrip(_REPLACEMENT) for one in (text, *shorter)), key=len)
 
     def chat_prompt(self, message: str) -> list[int]:
         """One user message in the model's chat template, ready for the reply.
@@ -168,43 +168,29 @@ class Tokenizer:
             ) from error
         return full
 
-    def _special_token(self, name: str) -> str | None:
-        return special_token(self._config, name)
+    @cached_property
+    def _cleans_up(self) -> bool:
+        # transformers asks twice before it does so to a BPE, whose spaces are those of the text.
+        asks = "clean_up_tokenization_spaces"
+        if type(self._backend.model).__name__ == "BPE":
+            insists = f"{asks}_for_bpe_even_though_it_will_corrupt_output"
+            return bool(self._config.get(asks) and self._config.get(insists))
+        return bool(self._config.get(asks))
 
     def _special_id(self, name: str) -> int | None:
-        token = self._special_token(name)
+        token = self._special.get(name)
         if token is None:
             return None
         found: int | None = self._backend.token_to_id(token)
         return found
 
-    def _add_listed_tokens(self, path: Path) -> None:
-        """Added tokens as tokenizer_config.json has them: as in transformers, their flags replace
-        those of tokenizer.json, and one that tokenizer.json lacks gets the next id."""
-        named = {self._special_token(name) for name in SPECIAL_TOKENS}
-        try:
-            listed = (self._config.get("added_tokens_decoder") or {}).items()
-            tokens = [AddedToken(**fields) for _, fields in sorted(listed, key=lambda x: int(x[0]))]
-        except (AttributeError, TypeError, ValueError) as error:
-            raise TokenizerError(
-                f"cannot read the tokenizer in {self.folder}: added_tokens_decoder of {path.name} "
-                f"holds what is no token: {clipped(str(error), 200)}",
-                fix=self._fetch,
-            ) from error
-        for token in tokens:
-            token.special = token.special or token.content in named
-        self._backend.add_tokens(tokens)
 
-    def _add_named_special_tokens(self) -> None:
-        """Tokens that tokenizer_config.json calls special are so even if tokenizer.json is
-        silent: never split, left out of decoded text."""
-        known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
-        for name in SPECIAL_TOKENS:
-            token = self._special_token(name)
-            if token in known or token is None:
-                continue
-            if self._backend.token_to_id(token) is not None:
-                self._backend.add_special_tokens([AddedToken(token, special=True)])
+def _cleaned(text: str) -> str:
+    for tight in _TIGHT:
+        text = text.replace(f" {tight}", tight)
+        if tight == ",":
+            text = text.replace(" ' ", "'")
+    return text
 
 
 def tokenizer_hash(folder: Path) -> str | None:

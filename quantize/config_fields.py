@@ -176,6 +176,13 @@ def check_model_fields(config: Mapping[str, Any], model_type: str, where: str) -
             f"{shown(config.get('architectures'))} wants {model_type!r}",
             fix="correct the one of the two that is wrong",
         )
+    for name in ("per_layer_config", "kv_sharing_modes"):
+        if config.get(name):
+            raise Unsupported(
+                f"{where}: {name} is {shown(config[name])}; layers that differ in their windows "
+                "alone, by layer_types, are supported",
+                fix=f"take {name} out of it if the model was trained without",
+            )
     _check_attention(config, model_type, where)
     check_end_ids(config, config.get("vocab_size"), where)
 

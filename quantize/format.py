@@ -46,7 +46,8 @@ QUANT_CONFIG_FILE = "hf_quant_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-# What a tokenizer may consist of; `tokenizer.json` alone is what llmctl itself reads.
+# What a tokenizer may consist of. Ids and texts come of tokenizer.json and of the single tokens
+# that cli/added_tokens.py finds in others.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

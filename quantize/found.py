@@ -6,15 +6,13 @@ in its own way in config.json, ModelOpt before 0.31 in hf_quant_config.json.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 from llmctl.errors import UnknownQuantization
 from llmctl.plugins.schemes.scheme import QuantizedScheme
 from llmctl.plugins.schemes.table import quantized_schemes, scheme_of_algo
+from llmctl.quantize.excluded import excluded_modules, matches
 from llmctl.quantize.found_numbers import (
     require_absent,
     require_format,
@@ -24,13 +22,6 @@ from llmctl.quantize.found_numbers import (
     require_weights,
 )
 from llmctl.quantize.strict_json import shown
-
-# Python's matcher tries choices in all combinations; these bounds keep that below a second.
-_MOST_CHARS, _MOST_CHOICES = 256, (4, 12, 4)  # repetitions, alternatives, groups
-_MOST_EXCLUDED = 10_000  # names and patterns, each tried on every module
-_ESCAPE = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)  # an escaped character, a set of them
-_QUANTIFIER = re.compile(r"(?<![(*+?}])(\*|\+|\?|\{\d*,?\d*\})")
-_REPEATED_GROUP = re.compile(r"\)(\*|\+|\{)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +50,7 @@ class QuantizationInfo:
 
     def excludes(self, module: str) -> bool:
         """Whether `module` ("model.layers.0.mlp.up_proj") is stored unquantized by name."""
-        return any(_matches(pattern, module) for pattern in self.exclude)
-
-
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return _expression(pattern[3:]).match(module) is not None
-    return fnmatchcase(module, pattern) or module.startswith(pattern + ".")
-
-
-@cache
-def _expression(text: str) -> re.Pattern[str]:
-    """A checkpoint's regular expression. Raises UnknownQuantization for one that is none, or that
-    could search for longer than anybody waits: few choices, and none within a repetition."""
-    bare = _ESCAPE.sub("x", text)
-    choices = len(_QUANTIFIER.findall(bare)), bare.count("|"), bare.count("(")
-    is_simple = all(found <= most for found, most in zip(choices, _MOST_CHOICES, strict=True))
-    if len(text) > _MOST_CHARS or not is_simple or _REPEATED_GROUP.search(bare):
-        raise UnknownQuantization(
-            f"the exclusion {shown('re:' + text)} is too involved to be tried on every module: at "
-            f"most {_MOST_CHARS} characters, {_MOST_CHOICES[0]} repetitions, {_MOST_CHOICES[1]} "
-            f"alternatives and {_MOST_CHOICES[2]} groups are read, and no repetition of a group",
-            fix="name the modules, or write a simpler expression",
-        )
-    try:
-        return re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UnknownQuantization(
-            f"the exclusion {shown('re:' + text)} is not a regular expression: {error}"
-        ) from error
+        return any(matches(pattern, module) for pattern in self.exclude)
 
 
 def read_quantization(
@@ -182,7 +145,7 @@ def _modelopt(found: dict[str, Any], where: str) -> QuantizationInfo:
             require_modelopt_group(group, activations == "dynamic", where)
     exclude = found.get("exclude_modules") or found.get("ignore")
     return QuantizationInfo(
-        "modelopt", algo, kv_cache, _strings(exclude, where), strategy, activations
+        "modelopt", algo, kv_cache, excluded_modules(exclude, where), strategy, activations
     )
 
 
@@ -227,7 +190,7 @@ def _compressed_tensors(found: dict[str, Any], where: str) -> QuantizationInfo:
         "compressed-tensors",
         algo,
         _kv_cache_algo(found.get("kv_cache_scheme"), where),
-        _strings(found.get("ignore"), where),
+        excluded_modules(found.get("ignore"), where),
         strategy,
         activations,
     )
@@ -252,7 +215,7 @@ def _fp8(found: dict[str, Any], where: str) -> QuantizationInfo:
         "fp8",
         "FP8_BLOCK_SCALES" if is_block else "FP8",
         "FP8" if kv_cache == "static" else _kv_cache_algo(kv_cache, where),
-        _strings(exclude, where),
+        excluded_modules(exclude, where),
         "block" if is_block else "tensor",
         str(found.get("activation_scheme", "dynamic")).lower(),
     )
@@ -288,14 +251,3 @@ def _name(found: dict[str, Any], key: str, where: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise UnknownQuantization(f"{where}: {key} is {shown(value)}; a name or null is wanted")
     return value
-
-
-def _strings(value: Any, where: str) -> tuple[str, ...]:
-    values = [] if value is None else value
-    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
-        raise UnknownQuantization(f"{where}: the excluded modules are not a list of names")
-    if len(values) > _MOST_EXCLUDED:
-        raise UnknownQuantization(
-            f"{where}: {len(values)} modules are excluded; at most {_MOST_EXCLUDED} are read"
-        )
-    return tuple(values)

@@ -87,6 +87,8 @@ def require_same_logits(folder: Path, build_engine, open_test_engine, some_token
         ("llama", {"attention_chunk_size": 4}, Unsupported, "attention_chunk_size is 4"),
         ("llama", {"sliding_window": 5}, Unsupported, "full attention in every layer"),
         ("llama", {"layer_types": [SLIDING, FULL]}, Unsupported, "full attention in every"),
+        ("qwen3", {"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}, Unsupported, "per_layer_c"),
+        ("llama", {"kv_sharing_modes": ["compute", "reuse"]}, Unsupported, "kv_sharing_modes is"),
         ("mistral", {"sliding_window": 0}, CorruptFile, "sliding_window is 0"),
         (
             "mistral",

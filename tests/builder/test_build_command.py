@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.attention_models import give_heads
+from support.bad_checkpoints import configure
+from transformers import AutoModelForCausalLM
 
 from llmctl.builder.binaries import Binaries
 from llmctl.builder.engine_format import Plan, open_engine, read_engine_config
@@ -102,11 +105,17 @@ def test_sizes_of_several_ranks_are_said_to_be_those_of_each(
     assert summary["engine_bytes"] == (tmp_path / "other/rank1.engine").stat().st_size
 
 
-def test_end_ids_come_from_the_generation_config(checkpoint: Path, tmp_path: Path) -> None:
-    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+@pytest.mark.parametrize("ids", [[5, 7], 5, None])
+def test_end_ids_come_from_the_generation_config(
+    ids: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Also where it has none, and config.json has: transformers' generate does not ask that."""
+    configure(checkpoint, eos_token_id=9)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    assert AutoModelForCausalLM.from_pretrained(checkpoint).generation_config.eos_token_id == ids
     output = tmp_path / "engine"
     assert execute(["build", "--checkpoint-dir", str(checkpoint), "--output-dir", str(output)]) == 0
-    assert read_engine_config(output).pretrained_config["eos_token_id"] == [5, 7]
+    assert read_engine_config(output).pretrained_config["eos_token_id"] == ids
 
 
 def test_a_missing_tokenizer_is_reported(

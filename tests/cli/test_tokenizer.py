@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from llmctl.cli.tokenizer import Tokenizer
@@ -94,7 +96,7 @@ def test_a_template_of_the_file_itself_is_kept(tmp_path, make_tokenizer):
     assert ids == theirs.encode("def add(a, b): return a + b", truncation=False, padding=False)
 
 
-def test_a_sentencepiece_style_tokenizer_agrees_with_transformers(tmp_path):
+def write_sentencepiece(folder: Path) -> Path:
     """Llama 2: spaces become a symbol, unknown characters become byte tokens."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
@@ -116,20 +118,50 @@ def test_a_sentencepiece_style_tokenizer_agrees_with_transformers(tmp_path):
         ]
     )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    backend.save(str(tmp_path / "tokenizer.json"))
+    backend.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    check_equal(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
-def test_a_character_in_the_making_is_held_back(tmp_path, make_tokenizer):
-    tokenizer = Tokenizer(make_tokenizer(tmp_path))
-    ids = tokenizer.encode("ok 🙂")
-    so_far = [tokenizer.decode_so_far(ids[:count]) for count in range(1, len(ids) + 1)]
-    assert so_far[-1] == "ok 🙂"
-    assert len(set(so_far)) < len(so_far)  # some token completed no character
-    assert all("ok 🙂".startswith(text) for text in so_far)
+def test_a_sentencepiece_style_tokenizer_agrees_with_transformers(tmp_path):
+    check_equal(write_sentencepiece(tmp_path))
+
+
+@pytest.mark.parametrize("insists", [True, False])
+@pytest.mark.parametrize("asks", [True, False, None])
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_spaces_are_cleaned_up_where_transformers_does(
+    tmp_path, make_tokenizer, kind, asks, insists
+):
+    name = "clean_up_tokenization_spaces"
+    fields = {name: asks, f"{name}_for_bpe_even_though_it_will_corrupt_output": insists}
+    folder = make_tokenizer(tmp_path, **fields)
+    text = "it 's n't , is it ? I 'm , 've ' re , ' a ' . ! 're . ' , ."
+    if kind == "words":
+        vocab = {word: index for index, word in enumerate(dict.fromkeys(text.split()))}
+        backend = Backend(models.WordLevel(vocab | {"<|end|>": len(vocab)}, unk_token="it"))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        backend.save(str(folder / "tokenizer.json"))
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ids = theirs.encode(text)
+    assert ours.encode(text) == ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_a_character_in_the_making_is_held_back(tmp_path, make_tokenizer, kind):
+    write = make_tokenizer if kind == "byte-level" else write_sentencepiece
+    tokenizer, draws = Tokenizer(write(tmp_path)), random.Random(5)
+    texts = ["".join(draws.choice("aé日🙂 def") for _ in range(6)) + "." for _ in range(30)]
+    for text in ("ok 🙂", "🙂🙂", *texts):
+        ids = tokenizer.encode(text)
+        so_far = [tokenizer.decode_so_far(ids[:count]) for count in range(len(ids) + 1)]
+        assert so_far[-1] == tokenizer.decode(ids) == text
+        assert all(later.startswith(text) for text, later in itertools.pairwise(so_far))
+        if "🙂" in text:
+            assert len(set(so_far)) < len(so_far)  # some token completed no character
 
 
 def test_the_chat_template_is_applied_once_and_adds_no_second_bos(
