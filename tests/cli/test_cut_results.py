@@ -15,11 +15,13 @@ from llmctl.cli import main
 from llmctl.cli.output_files import created_mode, keeping
 from llmctl.cli.run import session
 from llmctl.cli.run.generate import Row, SequenceOutput
+from llmctl.cli.run.report import summarize
 from llmctl.cli.run.result_files import Files, ResultFiles
 from llmctl.cli.streams import LateStream
 from llmctl.errors import DeviceFailure, ExecutorClosed, PromptTooLong, RankFailure
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.request import Request, SamplingConfig
+from llmctl.runtime.stats.counters import SpeculationStats
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -113,6 +115,15 @@ def test_a_prompt_that_failed_has_the_lines_of_all_its_outputs(tmp_path):
     with opened([failed], tmp_path) as files:
         files.add(failed)
     assert (tmp_path / "x.csv").read_text() == "\n\n\n"
+
+
+def test_figures_outlive_the_tokens():
+    output = SequenceOutput([5, 6, 7], 3, first_s=0.5, last_s=1.5, num_times=3, num_first_tokens=1)
+    rows = [Row(0, "", Request((1,), 3), sequences=[output], first_token_s=0.5, is_done=True)]
+    figures = [summarize(rows, 2.0, 0, SpeculationStats()).to_json()]
+    rows[0].forget_tokens()
+    figures.append(summarize(rows, 2.0, 0, SpeculationStats()).to_json())
+    assert output.token_ids == [] and figures[0] == figures[1]
 
 
 # ---- the program ----
