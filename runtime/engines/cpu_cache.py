@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmctl.builder.engine_format import Plan
 from llmctl.errors import OutOfMemory
@@ -39,14 +41,20 @@ class CpuCache:
         self._host_blocks = self._zeros(num_blocks, "a host tier of the KV cache", fix)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> Arrival | None:
-        """Copy in order, immediately: on a CPU host memory is the device's memory."""
-        pools = {CopyKind.WITHIN: (self.tensor, self.tensor)}
+        """Copy in order, immediately: on a CPU host memory is the device's memory.
+
+        By numpy, on this thread: torch would start threads of OpenMP, which then spin for a while,
+        on cores that the step needs.
+        """
+        own = _bytes_of(self.tensor)
+        pools = {CopyKind.WITHIN: (own, own)}
         if self._host_blocks is not None:
-            pools[CopyKind.OFFLOAD] = (self.tensor, self._host_blocks)
-            pools[CopyKind.ONBOARD] = (self._host_blocks, self.tensor)
+            host = _bytes_of(self._host_blocks)
+            pools[CopyKind.OFFLOAD] = (own, host)
+            pools[CopyKind.ONBOARD] = (host, own)
         for copy in copies:
             source, destination = pools[copy.kind]
-            destination[:, copy.dst_block].copy_(source[:, copy.src_block])
+            destination[:, copy.dst_block] = source[:, copy.src_block]
         return None
 
     def _zeros(self, num_blocks: int, what: str, fix: str) -> torch.Tensor:
@@ -61,3 +69,8 @@ class CpuCache:
             ) from error
         shape = kv_cache_shape(self._plan, num_blocks, self._name)
         return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)
+
+
+def _bytes_of(blocks: torch.Tensor) -> NDArray[np.uint8]:
+    found: NDArray[np.uint8] = blocks.view(torch.uint8).numpy()
+    return found
