@@ -52,7 +52,6 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
   const Own own;
   const MergedSums all(memory);
   Tiles tiles(places);
-  bool is_next = false;
   Contexts at;
   at.start_at_end(range);
 #pragma unroll 1
@@ -65,8 +64,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
     ask_for_queries(places, q, part);  // while others may still need the queries and columns before
     const int position = row < part.rows ? load_int(position_ids + part.token + row / GROUP) : -1;
     float its_scale = K_SCALE ? *k_scale : 1.0f;
-    if (is_next) meet_all();
-    is_next = true;
+    meet_computing();
     if (share.begin > 0 && place.count <= 1) {
       wait_for_beginning(counters + (blockIdx.x - 1) * FLAG_STEP);
 #pragma unroll
@@ -87,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
     asm volatile("" : "+f"(its_scale));  // not waited for before
     put_queries(places, columns, K_SCALE ? __fmul_rn(softmax_scale, its_scale) : softmax_scale);
     shared_fence();
-    meet_all();
+    meet_computing();  // who brings does not wait for queries: it may still ask for tiles
     tiles.attend(columns, own, share, at.limit,
                  [&](int unit, const float(&item)[HELD]) {
                    const Kept kept(place);

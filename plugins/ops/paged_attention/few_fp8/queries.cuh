@@ -201,7 +201,6 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
     });
   };
   Ring<2> room;
-  bool is_next = false;
   Contexts at;
   at.start_at_end(range);
 #pragma unroll 1
@@ -222,9 +221,6 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
       if (row < ROWS) finish_row(columns, row, item, kept.merges, stored.states(kept.merges ? 0 : kept.entry_of(unit)));
       item.clear();
     };
-    if (is_next) meet_all();
-    is_next = true;
-    meet_all();
     int end = share.begin;
     bool is_far = false;
 #pragma unroll 1
