@@ -61,7 +61,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
     const int first_token = at.nth / HEADS * block_tokens;
     const Part part = {at.nth % HEADS, at.start + first_token, min(block_tokens, at.tokens - first_token) * GROUP};
     const int row = threadIdx.x - THREADS;
-    ask_for_queries(places, q, part);  // while others may still need the queries and columns before
+    Queries queries;
+    queries.ask(q, part);  // while others may still need the queries and columns before
     const int position = row < part.rows ? load_int(position_ids + part.token + row / GROUP) : -1;
     float its_scale = K_SCALE ? *k_scale : 1.0f;
     meet_computing();
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
       columns.last_key[row] = min(position, at.limit - 1);
     }
     asm volatile("" : "+f"(its_scale));  // not waited for before
-    put_queries(places, columns, K_SCALE ? __fmul_rn(softmax_scale, its_scale) : softmax_scale);
+    queries.put(places, columns, K_SCALE ? __fmul_rn(softmax_scale, its_scale) : softmax_scale);
     shared_fence();
     meet_computing();  // who brings does not wait for queries: it may still ask for tiles
     tiles.attend(columns, own, share, at.limit,

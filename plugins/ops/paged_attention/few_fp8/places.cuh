@@ -58,8 +58,6 @@ struct Places {
   DEVICE u32 queries() const { return base + QUERIES_AT; }
   DEVICE u32 ones() const { return base + ONES_AT; }
   DEVICE u32 weights(int nth) const { return base + nth * ROWS_BYTES; }
-  // Where 16 bytes of a row of 16-bit queries wait for being converted: where weights will be, as long as there are none.
-  DEVICE u32 asked(int row, int piece, int half) const { return base + row * 256 + (half * 8 + piece) * 16; }
   DEVICE u32 full_keys(int slot) const { return base + BARRIERS_AT + 8 * slot; }
   DEVICE u32 full_values(int slot) const { return full_keys(SLOTS + slot); }
 

@@ -4,96 +4,77 @@
 #include "ops/paged_attention/few_fp8/merge.cuh"
 #include "ops/paged_attention/long/hand_over.cuh"
 
-constexpr int QUERY_STEP = COMPUTING / 8, QUERY_TIMES = (ROWS + QUERY_STEP - 1) / QUERY_STEP;
-static_assert(ROWS * SIZE * MODEL_TYPE::bytes == 2 * ROWS_BYTES, "queries wait where weights of two tiles will be");
+// A part's queries on their way to E4M3 numbers, a row divided by a power of two (chunk_fp8/products.cuh): of the threads that compute,
+// eight have a row, of rows STEP apart.
+struct Queries {
+  static constexpr int STEP = COMPUTING / 8, TIMES = (ROWS + STEP - 1) / STEP;
+  u32 pairs[TIMES][8];  // of 16-bit numbers
 
-// A thread's piece of the queries that the threads that compute convert at a time, eight a row.
-struct QueryPlace {
-  u32 row, piece;
-  bool is_there;
+  struct Piece {
+    u32 row, nth;
+    bool is_there;
 
-  DEVICE explicit QueryPlace(int time) {
-    const u32 thread = thread_from_here() - THREADS;
-    row = thread / 8 + time * QUERY_STEP, piece = thread % 8;
-    is_there = (time + 1) * QUERY_STEP <= ROWS || row < ROWS;
+    DEVICE explicit Piece(int time) {
+      const u32 thread = thread_from_here() - THREADS;
+      row = thread / 8 + time * STEP, nth = thread % 8, is_there = (time + 1) * STEP <= ROWS || row < ROWS;
+    }
+  };
+
+  // Asks for all of them at once; zeros for missing rows.
+  DEVICE void ask(const MODEL_TYPE::Storage* q, const Part& part) {
+#pragma unroll
+    for (int time = 0; time < TIMES; ++time) {
+      const Piece its(time);
+      const long long token = part.token + int(its.row / GROUP);
+      const uint4* from = (const uint4*)(q + ((token * HEADS + part.head) * GROUP + its.row % GROUP) * SIZE) + 2 * its.nth;
+      uint4 x = {0, 0, 0, 0}, y = x;
+      if (int(its.row) < part.rows) x = __ldcg(from), y = __ldcg(from + 1);
+      u32* to = pairs[time];
+      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w, to[4] = y.x, to[5] = y.y, to[6] = y.z, to[7] = y.w;
+    }
+  }
+  // Converts and stores them; rows of a thread do not wait for each other.
+  DEVICE void put(const Places& places, Columns& columns, float key_scale) const {
+    float most[TIMES];
+    const auto low = [](u32 pair) { return MODEL_TYPE::unpack(u16(pair)); };
+    const auto high = [](u32 pair) { return MODEL_TYPE::unpack(u16(pair >> 16)); };
+#pragma unroll
+    for (int time = 0; time < TIMES; ++time) {
+      float largest[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) largest[i] = fmaxf(fabsf(low(pairs[time][i])), fabsf(high(pairs[time][i])));
+#pragma unroll
+      for (int count = 4; count > 0; count /= 2) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) largest[i] = fmaxf(largest[i], largest[i + count]);
+      }
+      most[time] = largest[0];
+    }
+#pragma unroll
+    for (int lanes = 4; lanes > 0; lanes /= 2) {
+#pragma unroll
+      for (int time = 0; time < TIMES; ++time) most[time] = fmaxf(most[time], __shfl_xor_sync(~0u, most[time], lanes));
+    }
+#pragma unroll
+    for (int time = 0; time < TIMES; ++time) {
+      // The exponent of the least power of two times 1.75 that is no less; 448 is 1.75 times 2^8.
+      const u32 bits = __float_as_uint(fminf(fmaxf(most[time], 0x1p-100f), 0x1p126f));
+      const u32 power = (bits + 0x1FFFFF) >> 23;
+      const float factor = __uint_as_float((262 - power) << 23);
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 x = pairs[time][2 * i], y = pairs[time][2 * i + 1];
+        words[i] = E4M3::pack_pair(__fmul_rn(low(x), factor), __fmul_rn(high(x), factor)) |
+                   u32(E4M3::pack_pair(__fmul_rn(low(y), factor), __fmul_rn(high(y), factor))) << 16;
+      }
+      const Piece its(time);
+      if (!its.is_there) continue;
+      store_shared(places.queries() + its.row * 128 + ((its.nth ^ its.row & 7) << 4), words[0], words[1], words[2], words[3]);
+      columns.scale(its.row) = __fmul_rn(key_scale, __uint_as_float((power - 8) << 23));  // by all eight
+    }
   }
 };
-
-// Asks for a part's queries, all at once and without registers, by the threads that compute: each copies what it will convert; zeros
-// for missing rows.
-DEVICE void ask_for_queries(const Places& places, const MODEL_TYPE::Storage* q, const Part& part) {
-#pragma unroll
-  for (int time = 0; time < QUERY_TIMES; ++time) {
-    const QueryPlace at(time);
-    if (!at.is_there) continue;
-    const long long token = part.token + int(at.row / GROUP);
-    const uint4* from = (const uint4*)(q + ((token * HEADS + part.head) * GROUP + at.row % GROUP) * SIZE) + 2 * at.piece;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(places.asked(at.row, at.piece, half)), "l"(from + half),
-                   "r"(int(at.row) < part.rows ? 16 : 0)
-                   : "memory");
-    }
-  }
-}
-
-// And converts them to E4M3 numbers: a row divided by a power of two (chunk_fp8/products.cuh). Rows of a thread do not wait for each
-// other.
-DEVICE void put_queries(const Places& places, Columns& columns, float key_scale) {
-  u32 pairs[QUERY_TIMES][8];
-  float most[QUERY_TIMES];
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#pragma unroll
-  for (int time = 0; time < QUERY_TIMES; ++time) {
-    const QueryPlace at(time);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      u32* x = &pairs[time][4 * half];
-      x[0] = x[1] = x[2] = x[3] = 0;
-      if (!at.is_there) continue;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                   : "r"(places.asked(at.row, at.piece, half)));
-    }
-  }
-  const auto low = [](u32 pair) { return MODEL_TYPE::unpack(u16(pair)); };
-  const auto high = [](u32 pair) { return MODEL_TYPE::unpack(u16(pair >> 16)); };
-#pragma unroll
-  for (int time = 0; time < QUERY_TIMES; ++time) {
-    float largest[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) largest[i] = fmaxf(fabsf(low(pairs[time][i])), fabsf(high(pairs[time][i])));
-#pragma unroll
-    for (int count = 4; count > 0; count /= 2) {
-#pragma unroll
-      for (int i = 0; i < count; ++i) largest[i] = fmaxf(largest[i], largest[i + count]);
-    }
-    most[time] = largest[0];
-  }
-#pragma unroll
-  for (int lanes = 4; lanes > 0; lanes /= 2) {
-#pragma unroll
-    for (int time = 0; time < QUERY_TIMES; ++time) most[time] = fmaxf(most[time], __shfl_xor_sync(~0u, most[time], lanes));
-  }
-#pragma unroll
-  for (int time = 0; time < QUERY_TIMES; ++time) {
-    // The exponent of the least power of two times 1.75 that is no less; 448 is 1.75 times 2^8.
-    const u32 bits = __float_as_uint(fminf(fmaxf(most[time], 0x1p-100f), 0x1p126f));
-    const u32 power = (bits + 0x1FFFFF) >> 23;
-    const float factor = __uint_as_float((262 - power) << 23);
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 x = pairs[time][2 * i], y = pairs[time][2 * i + 1];
-      words[i] = E4M3::pack_pair(__fmul_rn(low(x), factor), __fmul_rn(high(x), factor)) |
-                 u32(E4M3::pack_pair(__fmul_rn(low(y), factor), __fmul_rn(high(y), factor))) << 16;
-    }
-    const QueryPlace at(time);
-    if (!at.is_there) continue;
-    store_shared(places.queries() + at.row * 128 + ((at.piece ^ at.row & 7) << 4), words[0], words[1], words[2], words[3]);
-    columns.scale(at.row) = __fmul_rn(key_scale, __uint_as_float((power - 8) << 23));  // by all eight
-  }
-}
 
 // The end of the work item that begins with a tile, and the work item that ends before one.
 DEVICE int unit_end(int tile) { return unit_start(count_units(tile + 1)); }
