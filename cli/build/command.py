@@ -45,7 +45,7 @@ def _build(
         Path,
         typer.Option(
             "--checkpoint-dir",
-            help=f"Hugging Face folder: BF16, FP16, FP32, {titles()}; README lists the layouts.",
+            help=f"Hugging Face folder: 16 or 32 bits, {titles()}.",
         ),
     ],
     output_dir: Annotated[
@@ -148,7 +148,7 @@ def _build(
         str | None,
         typer.Option(
             "--speculative-decoding-mode",
-            help=f"{available_modes()}. (default with --max-draft-len: the second)",
+            help=f"{available_modes()}. (default with --max-draft-len: draft_tokens_external)",
         ),
     ] = None,
     tokens_per_block: Annotated[

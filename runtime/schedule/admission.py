@@ -17,9 +17,9 @@ from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy, Cuts
 class CapacitySchedulerPolicy(enum.Enum):
     """When a waiting sequence may start.
 
-    MAX_UTILIZATION: when its current tokens fit; if blocks run out, the latest started are paused
-    and recomputed later. GUARANTEED_NO_EVICT: when it fits at its full length. STATIC_BATCH: the
-    same, but only when nothing is active.
+    MAX_UTILIZATION: when its current tokens fit; if blocks run out, the lowest priority is paused
+    (among equals the latest started) and recomputed later. GUARANTEED_NO_EVICT: when it fits at
+    its full length. STATIC_BATCH: the same, but only when nothing is active.
     """
 
     MAX_UTILIZATION = "max_utilization"
