@@ -32,6 +32,7 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class TypicalAcceptance:
     """Typical acceptance of drafts (Cai et al. 2024, arXiv:2401.10774), which changes the text: a
