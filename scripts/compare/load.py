@@ -14,7 +14,8 @@ With a CHECKPOINT of make_planted_checkpoints the load is equal: both systems ha
 the text of each is compared with what they imply. vLLM's dummy FP8 weights are nearly all zeros.
 
 OUTPUT/vllm_load.jsonl keeps a line for each load and system, OUTPUT/vllm_load.md is the table of
-them all, with the ratio to the fastest vLLM. Repeated measurements replace older rows.
+them all, with the ratio to the fastest vLLM: on an H200; vllm_load_h100 and vllm_load_gpu are those
+of other cards. Repeated measurements replace older rows.
 """
 
 from __future__ import annotations
@@ -120,19 +121,27 @@ def watched(short: list[RequestRecord], long: list[RequestRecord]) -> dict[str, 
 
 
 def store(folder: Path | None, row: dict[str, Any]) -> None:
-    """Print a row, and put it into vllm_load.jsonl and vllm_load.md."""
+    """Print a row, and put it into the .jsonl and .md of its card."""
     print(json.dumps({key: row[key] for key in ("load", "system", "settings", "tok_s_per_gpu")}))
     print(*(line for line in table([row]).splitlines() if line.startswith("| ")), sep="\n")
     sys.stdout.flush()
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "vllm_load.jsonl"
+    stem = _stem(row["versions"]["device"])
+    path = folder / f"{stem}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     names = ("load", "model", "system", "settings")
     rows = [old for old in rows if any(old[name] != row[name] for name in names)] + [row]
     replace_file(path, "".join(json.dumps(item) + "\n" for item in rows))
-    replace_file(folder / "vllm_load.md", table(rows))
+    replace_file(folder / f"{stem}.md", table(rows))
+
+
+def _stem(device: str) -> str:
+    """Of the files of a card's rows: on another card no row replaces them, and no ratio is of
+    two."""
+    card = next((name for name in ("H200", "H100") if name in device), "GPU")
+    return "vllm_load" if card == "H200" else f"vllm_load_{card.lower()}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -219,7 +228,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"], help="vLLM's")
     parser.add_argument("--max-batch-size", type=int, default=256, help="vLLM's")
     parser.add_argument("--max-seq-len", type=int, help="vLLM's; default: what the loads need")
-    parser.add_argument("--output", type=Path, help="folder of vllm_load.jsonl and vllm_load.md")
+    parser.add_argument("--output", type=Path, help="folder of the rows and their table")
     arguments = parser.parse_args()
     loads = [parse_load(text) for text in arguments.loads.split(",")]
     planted, num_wrong = planted_in(arguments), 0

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ from scripts.models.planted_shapes import SHAPES, config_json
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 HEAD = "lm_head"
+MOST_WRITERS = 8  # each holds a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +136,26 @@ def num_bytes(recipe: Recipe) -> int:
 
 
 def _write_weights(folder: Path, recipe: Recipe, on_shard: Callable[[str], None]) -> None:
-    """A shard for each layer and one for the rest, and their index."""
-    shape = SHAPES[recipe.shape]
-    generator = torch.Generator().manual_seed(recipe.seed)
-    weight_map: dict[str, str] = {}
+    """A shard for each layer and one for the rest, and their index. Drawing numbers takes most of
+    the time and one core, so shards are written side by side, each from a generator of its own:
+    what a seed gives does not depend on how many cores there are."""
+    num_layers = SHAPES[recipe.shape].layers
 
-    def write_shard(name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def write_shard(index: int) -> dict[str, str]:
+        drawn = np.random.SeedSequence((recipe.seed, index)).generate_state(1)
+        generator = torch.Generator().manual_seed(int(drawn[0]))
+        if index == num_layers:
+            name, tensors = "outer.safetensors", _outer(recipe, generator)
+        else:
+            name, tensors = f"layer-{index:03d}.safetensors", _layer(recipe, index, generator)
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
-        on_shard(name)
+        return dict.fromkeys(tensors, name)
 
-    for index in range(shape.layers):
-        write_shard(f"layer-{index:03d}.safetensors", _layer(recipe, index, generator))
-    write_shard("outer.safetensors", _outer(recipe, generator))
+    weight_map: dict[str, str] = {}
+    with ThreadPoolExecutor(min(MOST_WRITERS, os.cpu_count() or 1)) as pool:
+        for names in pool.map(write_shard, range(num_layers, -1, -1)):  # the longest first
+            weight_map.update(names)
+            on_shard(next(iter(names.values())))
     index_json = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_json))
 

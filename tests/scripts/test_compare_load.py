@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType, SimpleNamespace
 
@@ -101,10 +102,14 @@ def measure(monkeypatch, tmp_path):
             sys, "argv", ["compare_load.py", *words, "--output", str(tmp_path / "out")]
         )
         compare_load.main()
-        lines = (tmp_path / "out/vllm_load.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines], (tmp_path / "out/vllm_load.md").read_text()
+        return rows_and_table(tmp_path / "out", "vllm_load_gpu")
 
     return run
+
+
+def rows_and_table(folder, stem):
+    lines = (folder / f"{stem}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], (folder / f"{stem}.md").read_text()
 
 
 def test_both_systems_are_sent_the_same_requests_and_stand_in_one_table(
@@ -143,6 +148,18 @@ def test_what_is_measured_again_takes_the_place_of_the_older_row(vllm, measure):
     measure("vllm", "x", "--loads", "2x20x6x5")
     rows, _ = measure("vllm", "x", "--loads", "2x20x6x4")
     assert len(rows) == 1 and rows[0]["itl_ms"]["p50"] > 0
+
+
+def test_cards_have_tables_of_their_own(vllm, measure, monkeypatch, tmp_path):
+    stems = {"NVIDIA H200": "vllm_load", "NVIDIA H100 80GB HBM3": "vllm_load_h100"}
+    for device in stems:
+        monkeypatch.setitem(ORIGIN["versions"], "device", device)
+        with suppress(FileNotFoundError):  # of the card that `measure` reads
+            measure("vllm", "x", "--loads", "2x20x6x5")
+    for device, stem in stems.items():
+        rows, text = rows_and_table(tmp_path / "out", stem)
+        assert [row["versions"]["device"] for row in rows] == [device]
+        assert text.startswith(f"# llmctl and vLLM under load, one {device}\n")
 
 
 def test_an_output_of_another_length_is_not_measured(vllm, measure, monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from llmctl.builder.build import plan_build
@@ -69,6 +70,22 @@ def generate(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) ->
     assert execute([*base, "--max-output-len", str(NUM_TOKENS), "--json", *options]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
+
+
+def test_a_seed_gives_the_same_weights_however_many_write_them(tmp_path, monkeypatch) -> None:
+    recipe = Recipe("tiny", seed=5)
+    write_checkpoint(tmp_path / "many", recipe)
+    monkeypatch.setattr(planted, "MOST_WRITERS", 1)
+    write_checkpoint(tmp_path / "one", recipe)
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert "layer-001.safetensors" in names and "outer.safetensors" in names
+    for name in names:
+        assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    layers = [load_file(tmp_path / "one" / f"layer-00{index}.safetensors") for index in (0, 1)]
+    weights = [
+        layer[f"model.layers.{index}.mlp.up_proj.weight"] for index, layer in enumerate(layers)
+    ]
+    assert not torch.equal(*(weight.view(torch.uint8) for weight in weights))
 
 
 def test_greedy_text_is_the_planted_one_with_and_without_a_draft(pair, capsys) -> None:

@@ -241,7 +241,8 @@ void load_matrices(u32** x, int count, u32 at, bool is_transposed) {
   }
 }
 void store_matrices(u32 at, std::initializer_list<u32> x) {
-  const auto all = show(x.begin(), 16);
+  const auto all = show(x.begin(), int(4 * x.size()));
+  if (lane() / 8 >= int(x.size())) return;
   u16 row[8];
   for (int c = 0; c < 8; ++c) {
     row[c] = u16(((const u32*)all[c * 4 + lane() % 8 / 2])[lane() / 8] >> lane() % 2 * 16);

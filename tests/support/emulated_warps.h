@@ -47,7 +47,7 @@ template <int N>
 void load_matrices(u32* (&x)[N], u32 at, bool is_transposed) {  // N of 8 rows of 16 bytes, 8 lanes' addresses each
   load_matrices(x, N, at, is_transposed);
 }
-void store_matrices(u32 at, std::initializer_list<u32> x);  // four, transposed: 8 lanes' addresses each
+void store_matrices(u32 at, std::initializer_list<u32> x);  // transposed: 8 lanes' addresses each
 u32 pair_operation(const char* name, u32 a, u32 b);
 u32 bounded(bool is_least, const char* name, u32 a, u32 bound);  // NaN stays
 }  // namespace emu
@@ -107,6 +107,7 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   return emu::of_all(int(unsigned(x) << emu::lane()), [](int a, int b) { return a | b; });
 }
 inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
+inline bool __all_sync(unsigned, bool x) { return !__any_sync(~0u, !x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int atomicAdd(int* at, int x) { return (*at += x) - x; }

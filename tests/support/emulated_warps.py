@@ -91,6 +91,7 @@ _PTX = {
         "emu::copy_box({0}, {1}, {2}, {3}, {4})"
     ),
     "stmatrix.sync.aligned.m8n8.x4.trans": "emu::store_matrices({0}, {{{1}, {2}, {3}, {4}}})",
+    "stmatrix.sync.aligned.m8n8.x1.trans": "emu::store_matrices({0}, {{{1}}})",
     "cp.async.wait_all": "(emu::commit(), emu::wait_for_groups(0))",
     "cp.async.commit_group": "emu::commit()",
     "cp.async.wait_group": "emu::wait_for_groups({0})",

@@ -144,7 +144,7 @@ DEVICE void attend(const Shared& shared, Rings& rings, const Queries& queries, i
     }
   };
   const auto weigh = [&] {
-    softening.weigh(s, weights, scale);
+    softening.weigh(unit, s, weights, scale);
     softening.add_weights(unit);
   };
   bool is_first = true;  // tile of its work item

@@ -4,6 +4,7 @@
 
 #include "backends/cuda/sm90/held_product.cuh"
 #include "ops/paged_attention/chunk/rows.cuh"
+#include "ops/paged_attention/chunk_fp8/raising.cuh"
 
 HELD_PRODUCT(128, I64, 64, 65, 66, 67, 68, 69, D64(0))
 HELD_PRODUCT(136, I64 ", %64, %65, %66, %67", 68, 69, 70, 71, 72, 73, D64(0), D4(64))
@@ -66,6 +67,7 @@ struct Queries {
 struct Fp8State {
   static constexpr int LOGITS = KEYS / 2, WORDS = KEYS / 8;  // of a tile and of its weights, a thread
   float base[2];
+  bool is_told;  // by weights, whether one of the warp's bases has to be raised
   float sums[SUMS];
 
   struct Weighed {
@@ -75,6 +77,7 @@ struct Fp8State {
   DEVICE void clear_states() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) base[r] = minus_infinity();
+    is_told = false;
   }
   // All arithmetic with sums is before the next products, or these would wait for each other.
   DEVICE void hold_before_logits() { keep_order(sums); }
@@ -92,22 +95,38 @@ struct Fp8Softening {
   float fade[2];  // factor for earlier sums
   bool fades;     // whether it is another than one for any of the warp's rows
 
-  // MASKED: columns of the tile after the row's `seen` are not visible.
+  // MASKED: columns of the tile after the row's `seen` are not visible. If weights will tell whether a base is too low, it is not
+  // compared with logits before.
   template <bool MASKED>
   DEVICE void find_base(Fp8State& state, float (&s)[Fp8State::LOGITS], const int (&seen)[2], const float (&scale)[2]) {
-    float top[2];
-    fades = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; MASKED && r < 2; ++r) {
       const int last = seen[r] - 2 * (threadIdx.x % 4);
 #pragma unroll
-      for (int j = 0; MASKED && j < KEYS / 8; ++j) {
+      for (int j = 0; j < KEYS / 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = s[4 * j + 2 * r + e];
           x = 8 * j + e <= last ? x : minus_infinity();
         }
       }
+    }
+    if (state.is_told) {
+      keep(state);
+    } else {
+      compare(state, s, scale);
+    }
+  }
+  DEVICE void keep(const Fp8State& state) {
+    fades = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) from[r] = finite(state.base[r]);
+  }
+  DEVICE void compare(Fp8State& state, const float (&s)[Fp8State::LOGITS], const float (&scale)[2]) {
+    float top[2];
+    fades = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       float two[2] = {s[2 * r], s[2 * r + 1]};
 #pragma unroll
       for (int j = 1; j < KEYS / 8; ++j) {
@@ -118,12 +137,9 @@ struct Fp8Softening {
       fades = fades || passes(state, r, __fmul_rn(top[r], scale[r]));
     }
     fades = __any_sync(~0u, fades);  // a row's largest logit may be another thread's
-    if (!fades) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) from[r] = finite(state.base[r]);
-      return;
-    }
+    if (!fades) return keep(state);
     share_largest(top);
+    bool is_near = true;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       top[r] = __fmul_rn(top[r], scale[r]);
@@ -131,26 +147,36 @@ struct Fp8Softening {
       from[r] = finite(base);
       fade[r] = exp2(__fsub_rn(state.base[r], from[r]));
       state.base[r] = base;
+      is_near = is_near && fabsf(base) < FAR_BASE;
     }
+    state.is_told = __all_sync(~0u, is_near);
   }
   static DEVICE bool passes(const Fp8State& state, int r, float logit) {
     return logit > __fadd_rn(state.base[r], RAISE);
   }
   // Weights in E4M3. Where products have a row's keys 8 j + 2 t and the next in thread t of four, left operands want
-  // four in a row, so images_fp8.cu stores values in that order.
-  DEVICE void weigh(const float (&s)[Fp8State::LOGITS], u32 (&weights)[Fp8State::WORDS], const float (&scale)[2]) {
-    const float shift[2] = {__fsub_rn(WEIGHT_POWER, from[0]), __fsub_rn(WEIGHT_POWER, from[1])};
+  // four in a row, so images_fp8.cu stores values in that order. Where weights tell that a base is too low, once more.
+  DEVICE void weigh(Fp8State& state, const float (&s)[Fp8State::LOGITS], u32 (&weights)[Fp8State::WORDS],
+                    const float (&scale)[2]) {
+    bool asks = state.is_told;
+#pragma unroll 1
+    do {
+      const float shift[2] = {__fsub_rn(WEIGHT_POWER, from[0]), __fsub_rn(WEIGHT_POWER, from[1])};
+      Raising raising;
 #pragma unroll
-    for (int j = 0; j < KEYS / 8; j += 2) {
+      for (int j = 0; j < KEYS / 8; j += 2) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float a = exp2(__fmaf_rn(s[4 * j + 2 * r], scale[r], shift[r]));
-        const float b = exp2(__fmaf_rn(s[4 * j + 2 * r + 1], scale[r], shift[r]));
-        const float c = exp2(__fmaf_rn(s[4 * j + 4 + 2 * r], scale[r], shift[r]));
-        const float d = exp2(__fmaf_rn(s[4 * j + 5 + 2 * r], scale[r], shift[r]));
-        weights[j / 4 * 4 + j / 2 % 2 * 2 + r] = Queries::pack(a, b, c, d);
+        for (int r = 0; r < 2; ++r) {
+          const auto weight = [&](int i) { return exp2(__fmaf_rn(s[4 * j + 2 * r + i], scale[r], shift[r])); };
+          u32& four = weights[j / 4 * 4 + j / 2 % 2 * 2 + r];
+          four = Queries::pack(weight(0), weight(1), weight(4), weight(5));
+          raising.note(four);
+        }
       }
-    }
+      if (!asks || !__any_sync(~0u, raising.any())) return;
+      asks = false;
+      compare(state, s, scale);
+    } while (fades);
   }
   DEVICE void add_weights(Fp8State&) const {}  // a product with ones does
   DEVICE void fade_values(Fp8State& state) const {

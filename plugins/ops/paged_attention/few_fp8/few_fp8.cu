@@ -36,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
   Place& placed = *(Place*)(memory + Places::PLACE_AT);
   Columns& columns = *(Columns*)(memory + Places::COLUMNS_AT);
   if (threadIdx.x / 32 == 1) find_range(range, placed, requests, max_entries);
+  if (threadIdx.x >= THREADS) places.put_ones(threadIdx.x - THREADS, COMPUTING);
   __syncthreads();
   if (range.begin == range.end) return;
   const volatile Place& place = placed;
@@ -51,20 +52,20 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
   const Own own;
   const MergedSums all(memory);
   Tiles tiles(places);
-  bool is_next = false;
   Contexts at;
-  at.start_at_end(requests, range);
+  at.start_at_end(range);
 #pragma unroll 1
   do {
-    const Share share = at.share(range);
+    const Share share = share_of(at, range, place);
     if (share.begin >= share.end) continue;
     const int first_token = at.nth / HEADS * block_tokens;
     const Part part = {at.nth % HEADS, at.start + first_token, min(block_tokens, at.tokens - first_token) * GROUP};
     const int row = threadIdx.x - THREADS;
-    if (is_next) meet_all();  // nobody reads the queries and columns before any more
-    is_next = true;
-    const float key_scale = K_SCALE ? __fmul_rn(softmax_scale, *k_scale) : softmax_scale;
-    put_queries(places, columns, q, part, position_ids, at.limit, key_scale);
+    Queries queries;
+    queries.ask(q, part);  // while others may still need the queries and columns before
+    const int position = row < part.rows ? load_int(position_ids + part.token + row / GROUP) : -1;
+    float its_scale = K_SCALE ? *k_scale : 1.0f;
+    meet_computing();
     if (share.begin > 0 && place.count <= 1) {
       wait_for_beginning(counters + (blockIdx.x - 1) * FLAG_STEP);
 #pragma unroll
@@ -78,8 +79,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
       for (int j = 0; j < BLOCKS; ++j) all.of(j) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (row < ROWS) columns.all_base[row] = minus_infinity(), columns.all_total[row] = 0.0f;
     }
+    if (row < ROWS) {
+      columns.top[0][row] = columns.top[1][row] = NO_TOP;
+      columns.last_key[row] = min(position, at.limit - 1);
+    }
+    asm volatile("" : "+f"(its_scale));  // not waited for before
+    queries.put(places, columns, K_SCALE ? __fmul_rn(softmax_scale, its_scale) : softmax_scale);
     shared_fence();
-    meet_all();
+    meet_computing();  // who brings does not wait for queries: it may still ask for tiles
     tiles.attend(columns, own, share, at.limit,
                  [&](int unit, const float(&item)[HELD]) {
                    const Kept kept(place);

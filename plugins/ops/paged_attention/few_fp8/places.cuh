@@ -65,8 +65,22 @@ struct Places {
     for (int i = 0; i < 2 * SLOTS; ++i) barrier_init(full_keys(i), BRINGING);
     barrier_init_fence();
   }
+  // By `count` threads.
+  DEVICE void put_ones(int thread, int count) const {
+    constexpr u32 ONE = 0x38383838;  // four times, in E4M3
+    for (int i = thread; i < ONES_BYTES / 16; i += count) store_shared(base + ONES_AT + 16 * i, ONE, ONE, ONE, ONE);
+    shared_fence();
+  }
 };
 static_assert(Places::BYTES <= SHARED_BYTES, "room for all of it");
+
+// Which of a context's tiles the thread block has. Of a context that is shared, which is its only one, that is known.
+DEVICE Share share_of(const Contexts& at, const volatile Range& range, const volatile Place& place) {
+  if (place.count == 0) return at.share(range);
+  Share its;
+  its.begin = place.share.begin, its.end = place.share.end, its.first_unit = place.share.first_unit;
+  return its;
+}
 
 DEVICE int pages_of(int limit) { return (limit + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK; }
 
@@ -96,6 +110,7 @@ struct Bringer {
   const int* block_tables;
   const Requests& requests;
   const volatile Range& range;
+  const volatile Place& place;
   Contexts at;
   Pages pages;
   int warp, tile, end, own_tiles;  // those from own_tiles on have keys of this step, which the kernel before may still be writing
@@ -103,14 +118,14 @@ struct Bringer {
   bool has_more;
 
   DEVICE Bringer(const Places& places_, const Cache& cache_, const int* tables, const Requests& requests_,
-                 const volatile Range& range_)
-      : places(places_), cache(cache_), block_tables(tables), requests(requests_), range(range_), has_more(true) {
+                 const volatile Range& range_, const volatile Place& place_)
+      : places(places_), cache(cache_), block_tables(tables), requests(requests_), range(range_), place(place_), has_more(true) {
     warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    at.start_at_end(requests, range);
+    at.start_at_end(range);
     aim();
   }
   DEVICE void aim() {
-    const Share share = at.share(range);
+    const Share share = share_of(at, range, place);
     tile = share.begin, end = share.end;
     own_tiles = max(min(at.keys - at.tokens, at.limit), 0) / KEYS;
     pages.table = block_tables + (long long)at.request * requests.table_stride, pages.count = pages_of(at.limit);

@@ -7,6 +7,7 @@
 // transposed; a thread then has dimensions 2 g and 2 g + 1 of 16.
 #pragma once
 
+#include "ops/paged_attention/chunk_fp8/raising.cuh"
 #include "ops/paged_attention/few_fp8/places.cuh"
 
 #if ROWS == 8
@@ -152,46 +153,49 @@ DEVICE void mask(float (&s)[HELD], const Columns& columns, const Own& anywhere, 
 }
 
 // Volatile, so that they stay in the order in which they are written: a pair is loaded long before it is used.
-DEVICE void store_two_weights(u32 to, u16 x) { asm volatile("st.volatile.shared.u16 [%0], %1;" ::"r"(to), "h"(x)); }
 DEVICE float4 load_pair(u32 from) {
   float4 x;
   asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from));
   return x;
 }
-
-// Exponents, rounded otherwise than what a base is raised by: those that are not above this do not raise it, if bases are not far from
-// zero.
-constexpr float MAY_RAISE = WEIGHT_POWER + RAISE - 0.25f, FAR_BASE = 262144.0f;
+// Eight columns' weights of a warp's 16 keys, or those of four times eight: a lane has the address of a column.
+DEVICE void store_weights(u32 to, u32 x) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(x) : "memory");
+}
+DEVICE void store_weights(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
 
 // Weights of a tile; whether a logit may raise its row's base. `half_way` is done in the middle: what waits for products that run.
 template <class HalfWay>
 DEVICE bool weigh(const float (&s)[HELD], const Columns& columns, const Own& anywhere, u32 weights, const HalfWay& half_way) {
   const Own own = anywhere.here();
-  float most = minus_infinity();
-  const u32 chunk = own.key() / 16, even = 2 * own.t, odd = even + 1;
-  const u32 to_even = weights + even * 128 + ((chunk ^ even) << 4) + 2 * own.g;
-  const u32 to_odd = weights + odd * 128 + ((chunk ^ odd) << 4) + 2 * own.g;
+  Raising raising;
+  const u32 lane = 4 * own.g + own.t, column = lane % 8, chunk = 4 * own.warpgroup + own.warp;
+  const u32 to = weights + lane * 128 + ((chunk ^ column) << 4);
   const u32 pairs = shared_address(columns.pairs) + own.t * sizeof(Pair);
   float4 by[BLOCKS];  // pairs
-  u16 packed[BLOCKS][2];
-  const auto store = [&](int j) {
-    store_two_weights(to_even + j * 1024, packed[j][0]), store_two_weights(to_odd + j * 1024, packed[j][1]);
-  };
+  u32 its[BLOCKS];    // weights: keys g and g + 8 of column 2 t, then of the next
 #pragma unroll
   for (int j = 0; j < (AHEAD < BLOCKS ? AHEAD : BLOCKS); ++j) by[j] = load_pair(pairs + j * 4 * sizeof(Pair));
 #pragma unroll
   for (int j = 0; j < BLOCKS; ++j) {
     if (j == HALF_WAY) half_way();
     if (j + AHEAD < BLOCKS) by[j + AHEAD] = load_pair(pairs + (j + AHEAD) * 4 * sizeof(Pair));
-    if (j > 0) store(j - 1);
     const float* x = &s[4 * j];
     const float a = __fmaf_rn(x[0], by[j].x, by[j].z), b = __fmaf_rn(x[2], by[j].x, by[j].z);
     const float c = __fmaf_rn(x[1], by[j].y, by[j].w), d = __fmaf_rn(x[3], by[j].y, by[j].w);
-    most = fmaxf(fmaxf(most, fmaxf(a, b)), fmaxf(c, d));
-    packed[j][0] = E4M3::pack_pair(exp2(a), exp2(b)), packed[j][1] = E4M3::pack_pair(exp2(c), exp2(d));
+    its[j] = E4M3::pack_pair(exp2(a), exp2(b)) | u32(E4M3::pack_pair(exp2(c), exp2(d))) << 16;
+    raising.note(its[j]);
+    if (BLOCKS < 4) {
+      store_weights(to + j * 1024, its[j]);  // addresses of lanes beyond 7 are not used
+    } else if (j % 4 == 3 || j == BLOCKS - 1) {
+      const int first = j - 3;  // at the end some are stored once more
+      store_weights(to + first * 1024, its[first], its[first + 1], its[first + 2], its[j]);
+    }
   }
-  store(BLOCKS - 1);
-  return most > MAY_RAISE;
+  return raising.any();
 }
 
 // A logit as an integer of the same order, and back; of NaN the least. Its scale is positive.

@@ -4,53 +4,77 @@
 #include "ops/paged_attention/few_fp8/merge.cuh"
 #include "ops/paged_attention/long/hand_over.cuh"
 
-// Queries of a part as E4M3 numbers: a row divided by a power of two (chunk_fp8/products.cuh); zeros for missing rows. By the
-// threads that compute, eight a row.
-DEVICE void put_queries(const Places& places, Columns& columns, const MODEL_TYPE::Storage* q, const Part& part,
-                        const int* position_ids, int limit, float key_scale) {
-  constexpr int STEP = COMPUTING / 8;
-  const int thread = threadIdx.x - THREADS, piece = thread % 8;
-  uint4 next[2];
-  int next_key;
-  const auto load = [&](int row) {
-    next[0] = next[1] = {0, 0, 0, 0}, next_key = -1;
-    if (row >= part.rows) return;
-    const long long token = part.token + row / GROUP;
-    const uint4* from = (const uint4*)(q + ((token * HEADS + part.head) * GROUP + row % GROUP) * SIZE) + 2 * piece;
-    next[0] = __ldcg(from), next[1] = __ldcg(from + 1), next_key = load_int(position_ids + token);
+// A part's queries on their way to E4M3 numbers, a row divided by a power of two (chunk_fp8/products.cuh): of the threads that compute,
+// eight have a row, of rows STEP apart.
+struct Queries {
+  static constexpr int STEP = COMPUTING / 8, TIMES = (ROWS + STEP - 1) / STEP;
+  u32 pairs[TIMES][8];  // of 16-bit numbers
+
+  struct Piece {
+    u32 row, nth;
+    bool is_there;
+
+    DEVICE explicit Piece(int time) {
+      const u32 thread = thread_from_here() - THREADS;
+      row = thread / 8 + time * STEP, nth = thread % 8, is_there = (time + 1) * STEP <= ROWS || row < ROWS;
+    }
   };
-  load(thread / 8);
-#pragma unroll 1
-  for (int row = thread / 8; row < ROWS; row += STEP) {
-    const uint4 x[2] = {next[0], next[1]};
-    const int last_key = min(next_key, limit - 1);
-    load(row + STEP);  // while this row's numbers are converted
-    const u32* pairs = (const u32*)x;
-    float numbers[16], most = 0.0f;
+
+  // Asks for all of them at once; zeros for missing rows.
+  DEVICE void ask(const MODEL_TYPE::Storage* q, const Part& part) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      numbers[i] = MODEL_TYPE::unpack(u16(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2]));
-      most = fmaxf(most, fabsf(numbers[i]));
+    for (int time = 0; time < TIMES; ++time) {
+      const Piece its(time);
+      const long long token = part.token + int(its.row / GROUP);
+      const uint4* from = (const uint4*)(q + ((token * HEADS + part.head) * GROUP + its.row % GROUP) * SIZE) + 2 * its.nth;
+      uint4 x = {0, 0, 0, 0}, y = x;
+      if (int(its.row) < part.rows) x = __ldcg(from), y = __ldcg(from + 1);
+      u32* to = pairs[time];
+      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w, to[4] = y.x, to[5] = y.y, to[6] = y.z, to[7] = y.w;
     }
-#pragma unroll
-    for (int lanes = 4; lanes > 0; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-    // The exponent of the least power of two times 1.75 that is no less; 448 is 1.75 times 2^8.
-    const u32 bits = __float_as_uint(fminf(fmaxf(most, 0x1p-100f), 0x1p126f));
-    const u32 power = (bits + 0x1FFFFF) >> 23;
-    const float factor = __uint_as_float((262 - power) << 23);
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      words[i] = E4M3::pack_pair(__fmul_rn(numbers[4 * i], factor), __fmul_rn(numbers[4 * i + 1], factor)) |
-                 u32(E4M3::pack_pair(__fmul_rn(numbers[4 * i + 2], factor), __fmul_rn(numbers[4 * i + 3], factor))) << 16;
-    }
-    store_shared(places.queries() + row * 128 + ((piece ^ row & 7) << 4), words[0], words[1], words[2], words[3]);
-    if (piece > 0) continue;
-    columns.scale(row) = __fmul_rn(key_scale, __uint_as_float((power - 8) << 23));
-    columns.top[0][row] = columns.top[1][row] = NO_TOP;
-    columns.last_key[row] = last_key;
   }
-}
+  // Converts and stores them; rows of a thread do not wait for each other.
+  DEVICE void put(const Places& places, Columns& columns, float key_scale) const {
+    float most[TIMES];
+    const auto low = [](u32 pair) { return MODEL_TYPE::unpack(u16(pair)); };
+    const auto high = [](u32 pair) { return MODEL_TYPE::unpack(u16(pair >> 16)); };
+#pragma unroll
+    for (int time = 0; time < TIMES; ++time) {
+      float largest[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) largest[i] = fmaxf(fabsf(low(pairs[time][i])), fabsf(high(pairs[time][i])));
+#pragma unroll
+      for (int count = 4; count > 0; count /= 2) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) largest[i] = fmaxf(largest[i], largest[i + count]);
+      }
+      most[time] = largest[0];
+    }
+#pragma unroll
+    for (int lanes = 4; lanes > 0; lanes /= 2) {
+#pragma unroll
+      for (int time = 0; time < TIMES; ++time) most[time] = fmaxf(most[time], __shfl_xor_sync(~0u, most[time], lanes));
+    }
+#pragma unroll
+    for (int time = 0; time < TIMES; ++time) {
+      // The exponent of the least power of two times 1.75 that is no less; 448 is 1.75 times 2^8.
+      const u32 bits = __float_as_uint(fminf(fmaxf(most[time], 0x1p-100f), 0x1p126f));
+      const u32 power = (bits + 0x1FFFFF) >> 23;
+      const float factor = __uint_as_float((262 - power) << 23);
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 x = pairs[time][2 * i], y = pairs[time][2 * i + 1];
+        words[i] = E4M3::pack_pair(__fmul_rn(low(x), factor), __fmul_rn(high(x), factor)) |
+                   u32(E4M3::pack_pair(__fmul_rn(low(y), factor), __fmul_rn(high(y), factor))) << 16;
+      }
+      const Piece its(time);
+      if (!its.is_there) continue;
+      store_shared(places.queries() + its.row * 128 + ((its.nth ^ its.row & 7) << 4), words[0], words[1], words[2], words[3]);
+      columns.scale(its.row) = __fmul_rn(key_scale, __uint_as_float((power - 8) << 23));  // by all eight
+    }
+  }
+};
 
 // The end of the work item that begins with a tile, and the work item that ends before one.
 DEVICE int unit_end(int tile) { return unit_start(count_units(tile + 1)); }
@@ -144,14 +168,10 @@ struct Tiles {
   }
 };
 
-constexpr u32 ONE = 0x38383838;  // four times, in E4M3
-
 // What the first warpgroup does: it brings tiles and adds weights for every row, and a thread each knows a row's states.
 DEVICE void add_totals(const Places& places, Columns& columns, const Requests& requests, const volatile Range& range,
                        const volatile Place& place, const Entries& stored, const Cache& cache, const int* block_tables) {
-  for (int i = threadIdx.x; i < ONES_BYTES / 16; i += THREADS) store_shared(places.ones() + 16 * i, ONE, ONE, ONE, ONE);
-  shared_fence();
-  Bringer bringer(places, cache, block_tables, requests, range);
+  Bringer bringer(places, cache, block_tables, requests, range, place);
 #pragma unroll 1
   for (int i = 0; i < SLOTS; ++i) bringer.fetch_next();
   Totals totals;
@@ -162,12 +182,11 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
     });
   };
   Ring<2> room;
-  bool is_next = false;
   Contexts at;
-  at.start_at_end(requests, range);
+  at.start_at_end(range);
 #pragma unroll 1
   do {
-    const Share share = at.share(range);
+    const Share share = share_of(at, range, place);
     if (share.begin >= share.end) continue;
     ItemState item;
     item.clear();
@@ -183,9 +202,6 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
       if (row < ROWS) finish_row(columns, row, item, kept.merges, stored.states(kept.merges ? 0 : kept.entry_of(unit)));
       item.clear();
     };
-    if (is_next) meet_all();
-    is_next = true;
-    meet_all();
     int end = share.begin;
     bool is_far = false;
 #pragma unroll 1

@@ -170,7 +170,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         u32 weights[16];
         Softening softening;
         softening.find_base<true>(state, s, seen, scale);
-        softening.weigh(s, weights, scale);
+        softening.weigh(state, s, weights, scale);
         softening.add_weights(state);
         softening.fade_values(state);
         start_values(state, weights, values);

@@ -44,7 +44,7 @@ DEVICE void bring_range(const Tiles& shared, u8* memory, const Requests& all, co
   const volatile Range& range = *(const volatile Range*)(memory + RANGE_AT);
   Bringer bringer(shared);
   Contexts at;
-  at.start_at_end(all, range);
+  at.start_at_end(range);
 #pragma unroll 1
   do {
     bringer.aim(cache, at.nth % HEADS, block_tables + (long long)at.request * all.table_stride, at.limit);
@@ -107,7 +107,7 @@ DEVICE bool attend_range(const Tiles& shared, u8* memory, const Requests& all_re
   const auto again = [&] { return memory + (gridDim.z - 1) * 16; };
   const auto kept = [&]() -> Kept& { return *(Kept*)(again() + KEPT_AT); };
   Contexts at;
-  at.start_at_end(all_requests, range);
+  at.start_at_end(range);
   u32 parity = 0;
 #pragma unroll 1
   do {

@@ -14,10 +14,16 @@ constexpr int SHARING = KEYS > 64 ? 3 : 16;  // tiles that take as long as what 
 
 constexpr int FLAG_STEP = 16;  // numbers from one thread block's flag to the next
 
-// A range: its tiles, counted through the row, with EXTRA before each context's; the request of the last one, and where
-// the request's contexts begin; contexts of so many tiles are not in the row.
+// A range: its tiles, counted through the row, with EXTRA before each context's; contexts of so many tiles are not in the row. And what
+// `Contexts` has of the last tile's context, so that those who begin there load nothing.
 struct Range {
-  int begin, end, request, base, longest;
+  int begin, end, longest;
+  int request, nth, base, start, tokens, keys, limit, tiles;
+
+  DEVICE void put_last(const Context& its, int request_, int nth_, int base_) {
+    request = request_, nth = nth_, base = base_, start = its.numbers.start, tokens = its.numbers.end - its.numbers.start;
+    keys = its.numbers.limit, limit = its.limit, tiles = its.tiles;
+  }
 };
 
 // A walk through the contexts of a range: a KV head of a block of a request's rows each.
@@ -36,10 +42,9 @@ struct Contexts {
     return tokens > 0 ? (tokens + all.block_tokens - 1) / all.block_tokens * HEADS : 0;
   }
   DEVICE int width() const { return tiles + EXTRA; }
-  DEVICE void start_at_end(const Requests& all, const volatile Range& range) {
-    request = range.request, base = range.base;
-    load(all);
-    nth = (range.end - 1 - base) / width();
+  DEVICE void start_at_end(const volatile Range& range) {
+    request = range.request, nth = range.nth, base = range.base, start = range.start, tokens = range.tokens;
+    keys = range.keys, limit = range.limit, tiles = range.tiles;
   }
   // Goes to the left; whether the range has more.
   DEVICE bool advance(const Requests& all, const volatile Range& range) {
@@ -81,19 +86,21 @@ DEVICE bool find_only(Range& range, Place& place, const Requests& all, int room)
   const int least = max(round_up(divide_up(tiles, splits, reciprocal(splits)), UNIT), largest_unit(tiles));
   // Lanes try how many tiles a share should have at most; of those that suffice, the first one writes.
   const EqualShares shares(least + lane * UNIT);
-  const u32 fits = tiles > least + SHARING ? __ballot_sync(~0u, shares.count(tiles) <= splits) : 1;
+  const int needed = tiles > least + SHARING ? shares.count(tiles) : 1;
+  const u32 fits = __ballot_sync(~0u, needed <= splits);
   if (!fits) return false;
-  const int best = __ffs(fits) - 1, times = tiles > least + SHARING ? __shfl_sync(~0u, shares.count(tiles), best) : 1;
+  const int best = __ffs(fits) - 1, times = __shfl_sync(~0u, needed, best);
   const auto border = [&](int nth) { return nth < times ? shares.begin(nth) : tiles; };
   const int first = count_units(border(1) + 1) - 1, entries = times > 1 ? count_units(its.end) - first + 1 : 0;
   if (__any_sync(~0u, lane == best && blocks + contexts * entries > room)) return false;
   if (lane != best) return true;
   const int rows = int((float(block) + 0.5f) * reciprocal(times)), nth = block - rows * times;
-  range.begin = range.end = range.request = range.base = 0, range.longest = tiles + 1;
+  range.begin = range.end = 0, range.longest = tiles + 1;
   place.count = 0;
   if (rows >= contexts) return true;
   const int first_tile = rows * (tiles + EXTRA) + EXTRA, begin = border(nth), end = border(nth + 1);
   range.begin = first_tile + begin, range.end = first_tile + end;
+  range.put_last(its, 0, rows, 0);
   place.context = its, place.request = 0, place.rows = rows, place.nth = nth, place.count = place.mergers = times;
   place.share.begin = begin, place.share.end = end, place.share.first_unit = count_units(begin + 1) - 1;
   place.first_unit = first, place.first_entry = blocks + rows * entries, place.counter = (blocks + rows * times) * FLAG_STEP;
@@ -184,7 +191,8 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
     const int count = load(first), times = parts_of(), its_width = count > 0 && times == 0 ? count * (its.tiles + EXTRA) : 0;
     const int its_end = before + sum_to_here(its_width);
     if (own >= 0 && its_end - its_width < end && end <= its_end) {
-      range.request = first + lane, range.base = its_end - its_width;
+      const int base = its_end - its_width;
+      range.put_last(its, first + lane, (end - 1 - base) / (its.tiles + EXTRA), base);
     }
     before = __shfl_sync(~0u, its_end, 31);
     if (parts == 0) continue;
@@ -199,7 +207,7 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
     }
     if (found >> lane & 1) {  // as a range of the context alone
       const int first_tile = rows * (its.tiles + EXTRA) + EXTRA;
-      range.request = first + lane, range.base = 0;
+      range.put_last(its, first + lane, rows, 0);
       range.begin = first_tile + place.share.begin, range.end = first_tile + place.share.end;
       place.first_entry = blocks + last_entry - (count - rows) * entry;
       place.counter = (blocks + last - (count - rows) * times) * FLAG_STEP;

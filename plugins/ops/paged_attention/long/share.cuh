@@ -52,17 +52,19 @@ struct EqualShares {
   int most;                                        // no fewer than the longest work item has
   // The first share that begins among work items of each length, where it does, and how far the one before would go with all its tiles.
   int first[LENGTHS], from[LENGTHS], reach[LENGTHS];
+  float by[LENGTHS];  // reciprocals of `step`
 
+  // Without branches, as lanes try different numbers and would take all of them one after another.
   DEVICE explicit EqualShares(int most_) : most(most_) {
+#pragma unroll
+    for (int i = 0; i < LENGTHS; ++i) by[i] = reciprocal(step(i));
     first[0] = from[0] = reach[0] = 0;
 #pragma unroll
     for (int i = 0; i + 1 < LENGTHS; ++i) {
-      const int end = 16 * unit(i);
-      first[i + 1] = first[i], from[i + 1] = from[i], reach[i + 1] = reach[i];
-      if (from[i] >= end) continue;
-      const int times = shares_before(i, end);
-      first[i + 1] += times + 1, reach[i + 1] = from[i] + times * step(i) + most;
-      from[i + 1] = reach[i + 1] & -(2 * UNIT << min(highest_bit(reach[i + 1] / UNIT) - 4, LAST_OCTAVE));
+      const int end = 16 * unit(i), times = shares_before(i, end), its_reach = from[i] + times * step(i) + most;
+      const bool is_behind = from[i] >= end;
+      first[i + 1] = is_behind ? first[i] : first[i] + times + 1, reach[i + 1] = is_behind ? reach[i] : its_reach;
+      from[i + 1] = is_behind ? from[i] : its_reach & -(2 * UNIT << min(highest_bit(its_reach / UNIT) - 4, LAST_OCTAVE));
     }
   }
   DEVICE int count(int tiles) const {
@@ -83,8 +85,7 @@ struct EqualShares {
   DEVICE int step(int i) const { return max(most & -unit(i), UNIT); }
   // Of those that begin among work items of a length, how many end before `end` whatever they have.
   DEVICE int shares_before(int i, int end) const {
-    const int left = end - most - from[i];
-    return left > 0 ? divide_up(left, step(i), reciprocal(step(i))) : 0;
+    return divide_up(max(end - most - from[i], 0), step(i), by[i]);
   }
 };
 

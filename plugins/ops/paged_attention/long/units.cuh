@@ -141,7 +141,7 @@ DEVICE bool attend_share(const Tiles& shared, int first_unit, const ItsSeen& key
     }
   };
   const auto weigh = [&] {
-    softening.weigh(s, weights, scale);
+    softening.weigh(unit, s, weights, scale);
     if (OwnTotals::ARE_USED) {
       totals.add_weights(softening, unit);
     } else {

@@ -112,7 +112,7 @@ struct Softening {
       state.largest[r] = top[r];
     }
   }
-  DEVICE void weigh(const float (&s)[32], u32 (&weights)[16], float scale) {
+  DEVICE void weigh(const State&, const float (&s)[32], u32 (&weights)[16], float scale) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll

@@ -108,6 +108,26 @@ def test_the_only_request():
         agree(attend(world, parts, blocks, blocks, padding=0), wanted_of(world, parts))
 
 
+def test_a_range_without_a_work_item():
+    """Of contexts of 4, 2, 2 and 2 tiles, three thread blocks have 4.7 each with what a context
+    costs besides: the first one's end within the first context's only work item."""
+    world = world_of((500, 200, 200, 200), heads=2, kv_heads=1)
+    parts: list[Part] = [(0, 497, 2), (1, 197, 2), (2, 190, 3), (3, 180, 1)]
+    wanted = wanted_of(world, parts)
+    for blocks in (3, 4):
+        agree(attend(world, parts, blocks, blocks), wanted)
+
+
+def test_queries_that_are_zero():
+    """A row's power of two is that of its other numbers, or the least."""
+    world = world_of((600, 300))
+    for rows in world.queries:
+        rows.view(-1, 128)[::5] = 0.0
+        rows.view(-1, 128)[::7, 64:] = 0.0
+    parts: list[Part] = [(0, 589, 11), (1, 285, 4)]
+    agree(attend(world, parts, 3, 3), wanted_of(world, parts))
+
+
 def test_work_items_of_several_chains():
     world = world_of((18500, 9500), heads=2, kv_heads=1)
     parts: list[Part] = [(0, 18493, 2), (1, 9489, 3)]
