@@ -71,6 +71,10 @@ _BENCH_REASONS = {
     "request-json": "--raw writes every request",
     "output-json": "--raw writes every request with its token ids",
     "log-level": "--json leaves out tables and progress",
+    "quantization": "weights are those of the checkpoint: llmctl quantize",
+    "no-weights-loading": "random weights are those of: llmctl build --load-format dummy",
+    "trust-remote-code": "Python code of a checkpoint or tokenizer is never run",
+    "pp-size": _PARALLEL,
     "workspace": "nothing is built here; engines are made with: llmctl build --output-dir",
 }
 

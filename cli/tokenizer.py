@@ -55,8 +55,10 @@ class Tokenizer:
                 else f"{path} is {found}; a file is wanted",
                 fix=f"name the folder of the model's tokenizer with {option}" if option else _FETCH,
             )
-        self._backend = open_tokenizer(path)
-        self._config = read_tokenizer_config(folder / TOKENIZER_CONFIG_FILE)
+        self._backend, pad_token = open_tokenizer(path)
+        self._config = {"pad_token": pad_token} | read_tokenizer_config(
+            folder / TOKENIZER_CONFIG_FILE
+        )
         self._special = add_tokens(self._backend, folder, self._config)
         self._backend.encode_special_tokens = bool(self._config.get("split_special_tokens"))
 

@@ -43,7 +43,7 @@ def read_rows(
     """
     import torch
 
-    tokenizer = open_tokenizer(tokenizer_file)
+    tokenizer, _ = open_tokenizer(tokenizer_file)
     wanted = num_rows * row_length
     stream: list[int] = []
     failure = f"{tokenizer_file} cannot encode the calibration text"

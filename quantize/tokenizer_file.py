@@ -27,8 +27,9 @@ _MOST_GROWTH = 64
 _CHARSMAP = "precompiled_charsmap"
 
 
-def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without its truncation and padding.
+def open_tokenizer(path: Path) -> tuple[Tokenizer, str | None]:
+    """The tokenizer of a tokenizer.json, without its truncation and padding, and the token that it
+    would pad with.
 
     Raises TokenizerError for one that the library cannot read, or that gives other ids for the same
     text each time (BPE dropout).
@@ -47,13 +48,14 @@ def open_tokenizer(path: Path) -> Tokenizer:
         if part is not None:
             _check_growth(json.loads(part.__getstate__()), path)
     opened.no_truncation()
+    padding = opened.padding
     opened.no_padding()
     dropout = getattr(opened.model, "dropout", None)
     if dropout:
         raise TokenizerError(
             f"{path} drops merges at random (dropout {dropout}); null is wanted", fix=_FIX
         )
-    return opened
+    return opened, None if padding is None else padding["pad_token"]
 
 
 def guarded(call: Callable[[], T], what: str) -> T:

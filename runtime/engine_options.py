@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.api import refused
 from llmctl.runtime.api.field_types import check_types
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.plain.method import PlainDecoding
@@ -19,6 +20,7 @@ from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 RANK_WAITS_S = 30.0
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Which engines to open, and how they use the machine."""

@@ -9,7 +9,7 @@ The command line, the benchmarks and `llmctl.open` are thin callers of this.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +19,7 @@ from llmctl.builder.signature import require_signed
 from llmctl.builder.signing_keys import PublicKey
 from llmctl.errors import BadConfig
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.runtime.api.refused import require_known
 from llmctl.runtime.drafting.length.lengths import round_lengths
 from llmctl.runtime.drafting.method import DraftMethod
 from llmctl.runtime.drafting.methods import as_method
@@ -225,9 +226,11 @@ def open_executor(
     """Open an engine directory, and what drafts for it: an engine directory, or any DraftMethod.
     draft_tree: "depth,branch,nodes" of a draft engine; None: chains.
 
-    Further options are the fields of EngineOptions. Raises what `check_engines` raises, BadConfig,
-    OutOfMemory and DeviceFailure.
+    Further options are the fields of EngineOptions. Raises what `check_engines` raises, BadConfig
+    (also for an option that there is none of), OutOfMemory and DeviceFailure.
     """
+    known = {field.name for field in fields(EngineOptions)} - {"engine_dir", "method"}
+    require_known("llmctl.open", options, known | {"engine", "draft", "draft_tree"})
     folder = cast("Path", engine)  # EngineOptions makes a path of a name, and refuses what is none
     chosen = EngineOptions(folder, as_method(draft, draft_tree), **options)
     code = serve_rank(chosen)

@@ -32,6 +32,7 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class TypicalAcceptance:
     """Typical acceptance of drafts (Cai et al. 2024, arXiv:2401.10774), which changes the text: a
@@ -48,6 +49,7 @@ class TypicalAcceptance:
 
 
 MOST_SEQUENCES = 1 << 16  # of one request: each has state from the start
+MOST_PENALTY = 1e6  # times any count and any logit it is a finite float32
 
 
 @refused.refuses(refused.SAMPLING)
@@ -84,7 +86,13 @@ class SamplingConfig:
         _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         _require(0 <= self.seed < 2**64, "seed", self.seed, "an unsigned 64-bit integer")
-        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "> 0")
+        factor, least = self.repetition_penalty, 1 / MOST_PENALTY
+        wanted = f"> 0: from {least:g} to {MOST_PENALTY:g}"
+        _require(least <= factor <= MOST_PENALTY, "repetition_penalty", factor, wanted)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            wanted = f"from {-MOST_PENALTY:g} to {MOST_PENALTY:g}"
+            _require(abs(value) <= MOST_PENALTY, name, value, wanted)
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, ">= 0")
         ngram = self.no_repeat_ngram_size
         _require(ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0 = off)")

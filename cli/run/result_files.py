@@ -34,19 +34,24 @@ class Files:
 
 
 class _Output(Protocol):
-    """One file. kept: where an incomplete one is, once it is closed."""
+    """One file. kept: where an incomplete one is, once it is closed. add_ended: of a run that was
+    cut, the rows that had ended behind a prompt that had not; only for one that has_indices."""
 
     path: Path
     num_rows: int  # added, one for each prompt
+    has_indices: bool  # its rows say which prompt is theirs, so some may be missing
 
     @property
     def kept(self) -> Path | None: ...
     def add(self, row: Row) -> None: ...
+    def add_ended(self, rows: Sequence[Row]) -> None: ...
     def close(self, is_whole: bool) -> None: ...
 
 
 class _Lines:
     """A file of lines, each written when its row has ended; nothing of it stays in memory."""
+
+    has_indices = False
 
     def __init__(self, path: Path, lines: Callable[[Row], Iterable[str]]) -> None:
         self.path = path
@@ -63,12 +68,17 @@ class _Lines:
         self._file.append("".join(f"{line}\n" for line in self._lines(row)).encode())
         self.num_rows += 1
 
+    def add_ended(self, rows: Sequence[Row]) -> None:
+        pass
+
     def close(self, is_whole: bool) -> None:
         self._file.close(is_whole)
 
 
 class _IndexedLines(_Lines):
     """Lines that say which prompt is theirs."""
+
+    has_indices = True
 
     def __init__(self, path: Path, lines: Callable[[Row], Iterable[str]]) -> None:
         super().__init__(path, lines)
@@ -79,8 +89,7 @@ class _IndexedLines(_Lines):
         self._next = row.index + 1
 
     def add_ended(self, rows: Sequence[Row]) -> None:
-        """Of a run that was cut: what had ended behind a prompt that had not. The cut may have been
-        in the middle of a row, which is written again."""
+        """The cut may have been in the middle of a row, which is written again."""
         self._file.go_back()
         for row in rows[self._next :]:
             if row.has_ended and not is_lost(row):
@@ -90,6 +99,8 @@ class _IndexedLines(_Lines):
 class _Array:
     """A .npy array [outputs, longest], padded on the right. Its first line can be placed when the
     longest is known, so values are held until the end, 4 bytes each."""
+
+    has_indices = False
 
     def __init__(
         self,
@@ -108,6 +119,9 @@ class _Array:
         code = "i" if self._dtype == "<i4" else "f"
         self._rows += [array(code, self._values(sequence)) for sequence in _sequences(row)]
         self.num_rows += 1
+
+    def add_ended(self, rows: Sequence[Row]) -> None:
+        pass
 
     def close(self, is_whole: bool) -> None:
         if not is_whole and not self._rows:
@@ -180,7 +194,7 @@ class ResultFiles:
         run on."""
         self._is_cut = self._is_cut or is_lost(row)
         for file in list(self._open):
-            if self._is_cut and (is_lost(row) or not isinstance(file, _IndexedLines)):
+            if self._is_cut and (is_lost(row) or not file.has_indices):
                 continue
             try:
                 file.add(row)
@@ -208,7 +222,7 @@ class ResultFiles:
     def _close(self, *, is_whole: bool) -> None:
         while self._open:
             file = self._open.pop(0)
-            if not is_whole and isinstance(file, _IndexedLines):
+            if not is_whole:
                 try:
                     file.add_ended(self._rows)
                 except OSError as error:

@@ -153,6 +153,11 @@ class Executor:
         """
         if not isinstance(prompt, Request):
             prompt = Request(prompt, **request)  # type: ignore[arg-type]  # stored as a tuple
+        elif request:
+            raise BadConfig(
+                f"generate has a whole Request and {', '.join(request)}; one of them is wanted",
+                fix="set it in the Request, or give token ids as the prompt",
+            )
         if prompt.sampling_config.num_return_sequences != 1:
             raise BadConfig(
                 f"num_return_sequences is {prompt.sampling_config.num_return_sequences}; generate "

@@ -1,4 +1,4 @@
-"""Arguments of TensorRT-LLM's executor that are not supported here, and why.
+"""Arguments of TensorRT-LLM's executor that are not supported here, and why; names of nobody.
 
 They are refused with an error, so that a program written for that executor does not lose a feature
 silently. Values that ask for nothing (None, and TensorRT-LLM's neutral values) are accepted.
@@ -6,12 +6,13 @@ silently. Values that ask for nothing (None, and TensorRT-LLM's neutral values) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from llmctl.errors import Unsupported
+from llmctl.errors import BadConfig, Unsupported
 
 Class = TypeVar("Class", bound=type)
 
@@ -121,26 +122,46 @@ EXECUTOR = {
 }
 
 
-def refuses(refusals: Mapping[str, Refusal]) -> Callable[[Class], Class]:
-    """Make a dataclass raise Unsupported for these keyword arguments; others stay a TypeError."""
+def refuses(refusals: Mapping[str, Refusal] = MappingProxyType({})) -> Callable[[Class], Class]:
+    """Make a dataclass raise Unsupported for these keyword arguments, and BadConfig for others that
+    are no fields of it, where Python would raise a TypeError."""
 
     def decorate(cls: Class) -> Class:
         made: Any = cls
-        assert not refusals.keys() & {field.name for field in fields(made)}, "offered and refused"
+        own = frozenset(field.name for field in fields(made) if field.init)
+        assert not refusals.keys() & own, "offered and refused"
         initialize = made.__init__
 
         @wraps(initialize)
         def checked(self: object, *args: Any, **kwargs: Any) -> None:
-            for name in kwargs.keys() & refusals.keys():
-                value, (why, neutral) = kwargs.pop(name), refusals[name]
-                if value is not None and not any(value is n or value == n for n in neutral):
-                    raise Unsupported(f"{cls.__name__}({name}={_short(value)}) is refused: {why}")
+            if not own.issuperset(kwargs):
+                for name in [name for name in kwargs if name in refusals]:
+                    value, (why, neutral) = kwargs.pop(name), refusals[name]
+                    if value is not None and not any(value is n or value == n for n in neutral):
+                        raise Unsupported(
+                            f"{cls.__name__}({name}={_short(value)}) is refused: {why}"
+                        )
+                require_known(cls.__name__, kwargs, own)
             initialize(self, *args, **kwargs)
 
         made.__init__ = checked
         return cls
 
     return decorate
+
+
+def require_known(call: str, given: Mapping[str, object], known: Collection[str]) -> None:
+    """Raise BadConfig for the first keyword argument of a call that it does not know."""
+    from difflib import get_close_matches  # every --help imports this file
+
+    for name, value in given.items():
+        if name not in known:
+            nearest = get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+            named = f"the nearest: {', '.join(nearest)}" if nearest else ""
+            raise BadConfig(
+                f"{call}({name}={_short(value)}): there is no {name}",
+                fix=named or f"there are {', '.join(sorted(known))}",
+            )
 
 
 def _short(value: object) -> str:

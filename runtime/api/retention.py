@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.api import refused
 from llmctl.runtime.api.field_types import check_types
 
 MIN_PRIORITY = 0  # evicted first
@@ -25,6 +26,7 @@ class Retention(NamedTuple):
     duration_ms: float | None = None  # None: for ever
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class TokenRangeRetentionConfig:
     """Retention of the blocks that begin in prompt tokens [token_start, token_end)."""
@@ -46,6 +48,7 @@ class TokenRangeRetentionConfig:
         _check("priority", self.priority, "duration_ms", self.duration_ms)
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class KvCacheRetentionConfig:
     """Retention of a request's blocks: for ranges of its prompt, and for its output.

@@ -65,11 +65,12 @@ class Sampler:
         )
 
     def require_tokens(self, tokens: list[int], role: str) -> list[int]:
-        """The drawn tokens unchanged. Raises BadLogits if a row of logits contained NaN."""
+        """The drawn tokens unchanged. Raises BadLogits if a row of logits contained NaN, or +inf
+        where one is drawn."""
         if tokens and min(tokens) < 0:
             raise BadLogits(
-                f"the {role} engine computed NaN logits in {sum(token < 0 for token in tokens)} of "
-                f"{len(tokens)} rows",
+                f"the {role} engine computed NaN or infinite logits in "
+                f"{sum(token < 0 for token in tokens)} of {len(tokens)} rows",
                 fix="build the engine again; with float16, try --dtype bfloat16 or float32",
             )
         return tokens

@@ -13,10 +13,12 @@ from llmctl.builder.engine_format import KvCacheSpec, Plan, PlanGraph, PlanOp
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens
+from llmctl.runtime.api import refused
 from llmctl.runtime.api.field_types import check_types
 from llmctl.runtime.kv_cache import AttentionWindow, common_window
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
     """`sizes` in tokens, one per layer and repeated over the layers; empty: those of the model.

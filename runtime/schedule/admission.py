@@ -40,6 +40,7 @@ class SchedulerConfig:
         check_types(self)  # the name of a policy would compare unequal to all
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What the engines (target and draft together) can process in one step."""

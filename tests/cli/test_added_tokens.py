@@ -55,6 +55,11 @@ def some_folder(draws: random.Random, folder: Path) -> Path:
     if draws.random() < 0.4:
         added = {word: size + i for i, word in enumerate(draws.sample(WORDS, 2))}
         (folder / "added_tokens.json").write_text(json.dumps(added))
+    if draws.random() < 0.1:
+        config["pad_token"] = None
+    if draws.random() < 0.4:  # what whoever saved the file padded with
+        backend.enable_padding(pad_id=draws.randrange(9), pad_token=draws.choice(WORDS))
+        backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 

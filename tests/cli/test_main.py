@@ -134,6 +134,10 @@ def test_options_of_run_py_that_do_not_apply_are_refused_with_a_reason(llmctl, o
         ("build", "--max_lora_rank", "merge the adapter"),
         ("build", "--paged_kv_cache", "--kv-cache-type"),
         ("bench", "--workspace", "llmctl build"),
+        ("bench latency", "--quantization", "llmctl quantize"),
+        ("bench latency", "--no_weights_loading", "--load-format dummy"),
+        ("bench throughput", "--trust_remote_code", "never run"),
+        ("bench throughput", "--pp_size", "pipeline"),
         ("dataset", "--task-id", "LoRA"),
     ],
 )

@@ -124,8 +124,10 @@ def test_what_cannot_be_is_raised_where_it_is_asked_for(demo: DemoPair, tmp_path
             next(executor.generate([1], max_tokens=2, sampling_config=two))
         with pytest.raises(BadConfig, match=r"token id"):
             next(executor.generate([10**6], max_tokens=2))
-        with pytest.raises(TypeError, match="no_such_field"):
+        with pytest.raises(BadConfig, match="no_such_field"):
             next(executor.generate([1], max_tokens=2, no_such_field=1))
+        with pytest.raises(BadConfig, match="a whole Request and max_tokens"):
+            next(executor.generate(Request((1,), 2), max_tokens=3))
 
 
 def test_importing_the_package_imports_no_engine() -> None:

@@ -128,3 +128,22 @@ def test_names_of_paths_and_numbers_of_numpy_are_stored_as_pythons():
 def test_open_names_what_it_cannot_take(given):
     with pytest.raises(BadConfig, match="^(engine_dir is 5|method is 3|--draft-tree is 5)"):
         llmctl.open(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ({"max_batchsize": 4}, "the nearest: max_batch_size, .*"),
+        ({"draft_engine": "y"}, "the nearest: draft_tree, engine, draft"),
+        ({"engine_dir": "y"}, "the nearest: engine.*"),
+        ({"xyz": 1}, "there are adaptive_draft_len, .*, draft, .*"),
+    ],
+    ids=str,
+)
+def test_open_knows_no_other_options(given, nearest):
+    (name,) = given
+    with pytest.raises(
+        BadConfig, match=rf"llmctl.open\({name}=.*\): there is no {name}"
+    ) as mistake:
+        llmctl.open("x", **given)
+    assert re.fullmatch(nearest, mistake.value.fix)

@@ -77,6 +77,10 @@ static bool sample_row(const float* logits, int64_t vocab, const SamplingRow& pa
   const float* row = penalise(logits, vocab, params, own.row);
   *out = argmax_row(row, vocab);  // what a NaN gives (-1) and what greedy rows want
   if (params.is_greedy || *out < 0 || !(row[*out] >= kLowestLogit)) return false;
+  if (row[*out] > kHighestLogit) {  // no distribution: differences of scores would be NaN
+    *out = -1;
+    return false;
+  }
   const bool is_filtered = has_filter(params, vocab);
   if (vocab > kDrawIds && !is_filtered && row == logits) return true;
   const LogitScores scores{row, static_cast<double>(row[*out]), params.temperature};
@@ -98,7 +102,8 @@ static bool sample_row(const float* logits, int64_t vocab, const SamplingRow& pa
   return false;
 }
 
-// One token per row of `logits`; -1 for a row that holds NaN.
+// One token per row of `logits`; -1 for a row that holds NaN, and for one that is to be drawn from
+// and holds +inf.
 static void sample_rows(const float* logits, int64_t vocab, const SamplingRow* rows, int64_t count,
                         int64_t* out, Pool& pool) {
   Buffer<int64_t> waiting_rows;
@@ -133,7 +138,8 @@ static void sample_rows(const float* logits, int64_t vocab, const SamplingRow* r
 static void probs_row(const float* logits, int64_t vocab, const SamplingRow& params, double* out) {
   SamplingSpace& own = sampling_space();
   const float* row = penalise(logits, vocab, params, own.row);
-  const int32_t best = argmax_row(row, vocab);
+  int32_t best = argmax_row(row, vocab);
+  if (best >= 0 && !params.is_greedy && row[best] > kHighestLogit) best = -1;
   if (best >= 0 && !params.is_greedy && row[best] >= kLowestLogit && !has_filter(params, vocab)) {
     exp_row(row, vocab, row[best], params.temperature, out);
     const double total = sum_doubles(out, vocab);
@@ -154,7 +160,7 @@ static void probs_row(const float* logits, int64_t vocab, const SamplingRow& par
   for (int64_t i = 0; i < count; ++i) out[ids[i]] = values[i] / total;
 }
 
-// The distribution of each row, [count, vocab]; zeros for a row that holds NaN.
+// The distribution of each row, [count, vocab]; zeros for a row that `sample_rows` gives -1.
 static void processed_probs(const float* logits, int64_t vocab, const SamplingRow* rows,
                             int64_t count, double* out, Pool& pool) {
   each_guarded(pool, count, count * vocab < kSerialElements, [&](int64_t i) {

@@ -14,6 +14,7 @@ namespace llmctl {
 namespace LLMCTL_ISA {
 
 constexpr float kLowestLogit = -3.402823466e38f;  // banned ids lie below
+constexpr float kHighestLogit = 3.402823466e38f;  // above is infinity, where an engine overflowed
 constexpr float kMargin = 1.0f + 1e-4f;           // over the error of float shares
 
 static NoiseKey key_of(const SamplingRow& row) {

@@ -1,9 +1,9 @@
 """Sampling in numpy: the truth that other backends are compared with.
 
-Assumes finite float32 logits. Scores are formed in float64, which holds every float32 exactly, so
-the drawn token does not depend on vector width. Filters agree with transformers' TopK, TopP and
-MinP warpers and its repetition penalty (tests/plugins/ops/test_sampling.py); where logits tie at
-the top-p border, lower ids stay.
+Assumes finite float32 logits where it does not say otherwise. Scores are formed in float64, which
+holds every float32 exactly, so the drawn token does not depend on vector width. Filters agree with
+transformers' TopK, TopP and MinP warpers and its repetition penalty
+(tests/plugins/ops/test_sampling.py); where logits tie at the top-p border, lower ids stay.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ def argmax_rows(logits: Logits) -> Ids:
 
 
 def sample_rows(logits: Logits, rows: Sequence[SamplingRow]) -> Ids:
-    """One token per row of `logits` [len(rows), vocab], which is left as it was; -1 for NaN."""
+    """One token per row of `logits` [len(rows), vocab], which is left as it was; -1 for NaN, and
+    for +inf in a row that is drawn from: there is no distribution."""
     tokens = np.full(len(rows), -1, np.int64)
     drawn: list[int] = []
     candidates: list[Candidates] = []
     for index, row in enumerate(rows):
         if np.isnan(logits[index]).any():
+            continue
+        if np.isposinf(logits[index]).any() and not row.params.is_greedy:
             continue
         penalised = penalise(logits[index], row)
         if row.params.is_greedy:

@@ -28,10 +28,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# float32 [rows, vocab], finite or -inf, NaN where an engine failed: a C-contiguous numpy array, or
-# what a device's engine returns instead (`backends.cuda.queue.DeviceLogits`) for its own sampling.
-# Both have len, shape, slices of rows and lists of row numbers. Or BestIds, where a step asked for
-# them.
+# float32 [rows, vocab], finite or -inf, NaN or +inf where an engine failed: a C-contiguous numpy
+# array, or what a device's engine returns instead (`backends.cuda.queue.DeviceLogits`) for its own
+# sampling. Both have len, shape, slices of rows and lists of row numbers. Or BestIds, where a step
+# asked for them.
 Logits = Any
 
 
@@ -108,7 +108,8 @@ def has_penalties(params: SamplingParams) -> bool:
 
 class SamplingBackend(Protocol):
     """Sampling as a backend computes it. One object serves target and draft, so that their draws
-    agree to the bit. A row of logits with NaN draws -1, which is nobody's token."""
+    agree to the bit. A row of logits with NaN draws -1, which is nobody's token; on a CPU, one with
+    +inf does, too, unless it is greedy."""
 
     def argmax(self, logits: Logits) -> NDArray[np.integer[Any]]:
         """The best id of each row; the lowest id on ties."""

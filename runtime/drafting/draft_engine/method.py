@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmctl.runtime.api import refused
 from llmctl.runtime.drafting.draft_engine.tree import DraftTree
 from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule, check_values
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 ROLE = "draft"
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class DraftEngine:
     """See DraftMethod for every member. tree: what it drafts; None: chains."""

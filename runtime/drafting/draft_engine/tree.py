@@ -6,12 +6,14 @@ import re
 from dataclasses import dataclass
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.api import refused
 from llmctl.runtime.api.field_types import check_types
 
 OPTION = "--draft-tree"
 _LARGEST = 1024  # of each number
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """The likeliest `nodes` drafts, of which a path has at most `depth`; each is followed by the

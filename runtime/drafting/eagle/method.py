@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmctl.runtime.api import refused
 from llmctl.runtime.drafting.method import AcceptRule, check_values
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 MOST_OFFERS = 10  # EAGLE's
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class Eagle:
     """See DraftMethod for every member. choices: of a static tree; num_offers: tokens that may

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmctl.runtime.api import refused
 from llmctl.runtime.drafting.method import AcceptRule, check_values
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 MODE = "medusa"
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class Medusa:
     """See DraftMethod for every member. tree: None is the one that the engine was built with.

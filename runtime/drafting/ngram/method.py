@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmctl.runtime.api import refused
 from llmctl.runtime.drafting.method import EXTERNAL_DRAFTS, AcceptRule, check_values
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from llmctl.runtime.engines.engine import Engine
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class NgramLookup:
     """See DraftMethod for every member."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmctl.runtime.api import refused
 from llmctl.runtime.drafting.method import AcceptRule, check_values
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 MODE = "redrafter"
 
 
+@refused.refuses()
 @dataclass(frozen=True, slots=True)
 class RecurrentDrafting:
     """See DraftMethod for every member. None: what the engine was built with."""

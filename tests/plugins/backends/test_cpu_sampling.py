@@ -239,6 +239,20 @@ def test_a_row_that_holds_nan_gives_minus_1_beside_rows_that_do_not():
         assert KERNEL.sample_rows(logits, rows)[1] >= 0
 
 
+def test_a_row_that_holds_infinity_is_drawn_from_by_nobody(isa):
+    """Scores would be NaN, of which top-p found no border for ever. Greedy rows have a best id."""
+    logits = np.zeros((2, 300), np.float32)
+    logits[0, 7] = np.inf
+    for params in sorted(CASES, key=lambda params: params.top_p is not None):
+        rows = [SamplingRow(params, 3, 5)] * 2
+        first = 7 if params.is_greedy else -1
+        for backend in (KERNEL, REFERENCE):
+            tokens = backend.sample_rows(logits, rows)
+            assert tokens[0] == first and tokens[1] >= 0, (params, backend)
+        probs = KERNEL.processed_probs(logits, rows)
+        assert probs[0].sum() == (first >= 0) and probs[1].sum() == pytest.approx(1)
+
+
 def test_ids_of_a_larger_vocabulary_are_passed_over():
     logits = np.array([[0, 9, 8, 7]], np.float32)
     counts = np.full(9, 5, np.int32)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+import llmctl
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.runtime.api import refused
 from llmctl.runtime.api.executor_config import ExecutorConfig, KvCacheConfig
@@ -14,6 +17,7 @@ from llmctl.runtime.engine_options import EngineOptions
 from llmctl.runtime.request import OutputConfig, Request, SamplingConfig
 from llmctl.runtime.schedule.scheduler import SchedulerConfig
 
+ROOT = Path(llmctl.__file__).parent
 # Fields of TensorRT-LLM 0.16 to 0.19 by their names in Python.
 UPSTREAM = {
     Request: """input_token_ids max_tokens streaming sampling_config output_config end_id pad_id
@@ -92,8 +96,27 @@ def test_long_values_are_cut_and_names_of_nobody_are_a_mistake():
     with pytest.raises(Unsupported) as refusal:
         Request((1,), 1, embedding_bias=[0.5] * 128_256)
     assert len(str(refusal.value)) < 200 and "embedding_bias" in str(refusal.value)
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(BadConfig, match=r"SamplingConfig\(temprature=1.0\)") as mistake:
         SamplingConfig(temprature=1.0)
+    assert mistake.value.fix.startswith("the nearest: temperature")
+
+
+CHECKED = [
+    import_module(f"llmctl.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}")
+    for path in sorted(ROOT.glob("runtime/**/*.py"))
+    if re.search(r"check_(types|values)\(self", path.read_text())
+]
+
+
+@pytest.mark.parametrize("module", CHECKED, ids=lambda module: module.__name__)
+def test_no_class_whose_values_are_checked_takes_a_name_of_nobody(module):
+    classes = [item for item in vars(module).values() if is_dataclass(item)]
+    public = [cls for cls in classes if cls.__module__ == module.__name__]
+    public = [cls for cls in public if "__post_init__" in vars(cls)]
+    assert public
+    for cls in public:
+        with pytest.raises(BadConfig, match=rf"{cls.__name__}\(no_such_field=5\): there is no no"):
+            cls(no_such_field=5)
 
 
 def test_options_of_open_that_a_refusal_names_are_there():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -39,6 +42,21 @@ def test_further_end_ids_end_as_the_first_does(end_id):
     assert first_stop(sequence, [5, 9, 5]) == (2, FinishReason.END_ID)
     assert first_stop(sequence, [5, 8, 9]) == (2, FinishReason.END_ID)
     assert first_stop(sequence, [5, 6, 5]) == (3, FinishReason.NOT_FINISHED)
+
+
+def test_nothing_is_built_to_see_that_a_run_has_no_end_id():
+    """It is asked of every sequence in every step."""
+    sequence, run = sequence_of([], end_id=4, further_end_ids=(8, 9)), [5, 6, 7]
+    first_stop(sequence, run)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        first_stop(sequence, run)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most - before < sys.getsizeof(frozenset())
 
 
 @pytest.mark.parametrize("end_id", [None, 4])
