@@ -40,7 +40,8 @@ GB = 10**9
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU. read_bytes_s: datasheet bandwidth, None where it is not known. link_bytes_s: of
-    NVLink, one way; 0 without. most_linked: GPUs that it joins."""
+    NVLink, one way; 0 without. most_linked: GPUs that it joins. num_sms: multiprocessors, where
+    there are fewer than the kernels for its generation need (arch.py); else None."""
 
     name: str
     compute_capability: str
@@ -48,6 +49,7 @@ class Gpu:
     read_bytes_s: float | None
     link_bytes_s: float = 0.0
     most_linked: int = 1
+    num_sms: int | None = None
 
 
 # Memory: what is free on an idle H200; else the datasheet's, in powers of ten, which is a few
@@ -59,7 +61,7 @@ GPUS = {
         Gpu("h200-nvl", "9.0", 141 * GB, 4.8e12, 450e9, 4),
         Gpu("h100", "9.0", 80 * GB, 3.35e12, 450e9, 8),
         Gpu("h100-nvl", "9.0", 94 * GB, 3.9e12, 300e9, 2),
-        Gpu("h100-pcie", "9.0", 80 * GB, 2.0e12, 300e9, 2),
+        Gpu("h100-pcie", "9.0", 80 * GB, 2.0e12, 300e9, 2, num_sms=114),
         Gpu("gh200", "9.0", 96 * GB, 4.0e12),
         Gpu("b200", "10.0", 180 * GB, 7.7e12, 900e9, 8),
         Gpu("a100", "8.0", 80 * GB, 2.039e12, 300e9, 8),

@@ -16,6 +16,7 @@ from llmctl.builder.backends import is_auto
 from llmctl.cli.gpus import GB, Gpu, default_gpu, find_gpu, present_gpu
 from llmctl.errors import BadConfig, Unsupported
 from llmctl.plugins.backends.backend import BACKENDS
+from llmctl.plugins.backends.cuda.arch import ARCHS
 
 if TYPE_CHECKING:
     from llmctl.builder.engine_plan import EnginePlan
@@ -38,7 +39,8 @@ class Memory:
 def backend_for(backend: str, gpu: str | None) -> str:
     """The backend to plan for: "auto" is what runs on the GPU that is named, if one is.
 
-    Raises BadConfig, and Unsupported for a GPU that no backend serves or `backend` does not."""
+    Raises BadConfig, and Unsupported for a GPU that no backend serves or `backend` does not, also
+    where it has too few multiprocessors: `run` would refuse the engine there."""
     if gpu is None:
         return backend
     found = find_gpu(gpu)
@@ -51,12 +53,25 @@ def backend_for(backend: str, gpu: str | None) -> str:
                 f"{', '.join(serving)} serves",
                 fix="--backend tensorrt, on a machine with such a GPU",
             )
-        return able[0]
+        return _with_enough_multiprocessors(able[0], found)
     if backend in serving and found.compute_capability not in serving[backend]:
         raise Unsupported(
             f"--gpu {gpu} has compute capability {found.compute_capability}; {backend} engines are "
             f"for {', '.join(serving[backend])}",
             fix="--backend auto",
+        )
+    return _with_enough_multiprocessors(backend, found)
+
+
+def _with_enough_multiprocessors(backend: str, gpu: Gpu) -> str:
+    """The backend. Raises Unsupported; TensorRT's kernels take as many as there are."""
+    needed = ARCHS[gpu.compute_capability].num_sms if gpu.compute_capability in ARCHS else 0
+    row = BACKENDS.get(backend)
+    if row and row.on_gpu and not row.compiles_plans and (gpu.num_sms or needed) < needed:
+        raise Unsupported(
+            f"--gpu {gpu.name} has {gpu.num_sms} multiprocessors; {backend} engines need {needed}, "
+            "whose thread blocks wait for each other",
+            fix="an H100 SXM or H200 (--gpu h100, --gpu h200), or --backend cpu without --gpu",
         )
     return backend
 

@@ -104,6 +104,11 @@ def test_auto_plans_for_what_runs_on_the_gpu_named(gpu, backend):
 def test_a_gpu_that_the_backend_does_not_serve_is_refused():
     with pytest.raises(Unsupported, match=r"8\.9; cuda engines are for 9\.0"):
         dry_run.backend_for("cuda", "rtx-4090")
+    for backend in ("auto", "cuda"):  # of Hopper, but smaller than its kernels need
+        with pytest.raises(
+            Unsupported, match="h100-pcie has 114 multiprocessors; cuda .* need 132"
+        ):
+            dry_run.backend_for(backend, "h100-pcie")
     with pytest.raises(Unsupported, match="none of cuda, tensorrt-rtx serves"):
         dry_run.backend_for("auto", "b200")
 
