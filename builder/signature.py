@@ -183,8 +183,8 @@ def _differences(folder: Path, document: Mapping[str, Any], with_weights: bool) 
     present = dict(_tokenizer_files(folder))
     wanted_files = document["tokenizer"]
     for name in sorted(wanted_files.keys() | present.keys()):
-        digest = _sha256(present[name]) if name in present else None
-        if digest is None or digest != wanted_files.get(name):
+        found = _sha256(present[name]) if name in present else None
+        if found is None or found != wanted_files.get(name):
             yield f"{TOKENIZER_FOLDER}/{name}"
 
 
@@ -241,7 +241,7 @@ def _tokenizer_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _sha256(path: Path) -> str | None:
-    """None for what cannot be read as a file. A pipe would be waited for, and a device has no end."""
+    """None for what cannot be read as a file: a pipe would be waited for, a device has no end."""
     if not path.is_file():
         return None
     try:
