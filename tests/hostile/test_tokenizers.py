@@ -211,3 +211,10 @@ def test_a_template_that_is_none_is_named(checkpoint: Path, template: Any) -> No
     with pytest.raises(TokenizerError) as refused:
         Tokenizer(checkpoint).chat_prompt("a")
     assert refused.value.fix
+
+
+def test_a_class_of_several_tokenizers_has_no_template(sound: Any, checkpoint: Path) -> None:
+    rewritten(checkpoint, CONFIG, tokenizer_class="RagTokenizer")
+    outcome = run(sound.engine, "--chat", "--input-text", "a", "--tokenizer-dir", checkpoint)
+    require_named(outcome, "TokenizerError")
+    assert "RagTokenizer is no tokenizer of one text" in outcome.message
