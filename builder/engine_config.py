@@ -14,10 +14,11 @@ from llmctl.builder.validation.config import find_wrong_field
 from llmctl.errors import CorruptEngine, EngineNotFound, RebuildNeeded
 from llmctl.plugins.backends.backend import BACKENDS
 from llmctl.plugins.ops.paged_attention.fp8_context import Fp8Tokens, chosen_fp8
-from llmctl.quantize.format import not_a_file
+from llmctl.quantize.format import MAX_JSON_BYTES, not_a_file
 
 SCHEMA_VERSION = 11
 CONFIG_FILE = "config.json"
+_MOST_LEVELS = 16  # of objects and lists within one another; `build` writes 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,11 @@ def read_engine_config(folder: Path) -> EngineConfig:
     Raises EngineNotFound, CorruptEngine, or RebuildNeeded for another schema version.
     """
     path = config_path(folder)
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise CorruptEngine(
+            f"{path} has {size} bytes; at most {MAX_JSON_BYTES} are read",
+            fix="build the engine again",
+        )
     try:
         raw = strict_json.parse(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -140,7 +146,10 @@ def read_engine_config(folder: Path) -> EngineConfig:
             f"{path} names the backend {raw['backend']!r}; known: {', '.join(BACKENDS)}",
             fix="build the engine again",
         )
-    wrong = find_wrong_field(raw)
+    if strict_json.is_deeper(raw, _MOST_LEVELS):  # what shows or copies it goes down by calls
+        wrong: str | None = f"it is nested in more than {_MOST_LEVELS} levels"
+    else:
+        wrong = find_wrong_field(raw)
     if wrong is not None:
         raise CorruptEngine(f"{path}: {wrong}", fix="build the engine again")
     return EngineConfig(**raw)

@@ -27,7 +27,7 @@ from llmctl.builder.engine_format import CONFIG_FILE, TOKENIZER_FOLDER, config_p
 from llmctl.builder.plan import CODE_PREFIXES
 from llmctl.builder.signing_keys import PublicKey, SigningKey, fingerprint_of
 from llmctl.errors import LlmctlError, MissingPackage, UntrustedEngine
-from llmctl.quantize.format import read_json
+from llmctl.quantize.format import not_a_file, read_json
 
 SIGNATURE_FILE = "signature.json"
 FORMAT = "llmctl engine signature 1"
@@ -132,6 +132,8 @@ def describe_signature(folder: Path) -> dict[str, str | None]:
 def _read_signature(folder: Path) -> Signature | None:
     """None where there is none. Raises UntrustedEngine for a file of another form."""
     path = folder / SIGNATURE_FILE
+    if (found := not_a_file(path)) is not None:
+        raise _changed(f"{path} is {found}; a file is wanted")
     if not path.exists():
         return None
     try:
@@ -162,6 +164,9 @@ def _differences(folder: Path, document: Mapping[str, Any], with_weights: bool) 
     yield from sorted(engines.keys() ^ {path.name for path in folder.glob(_ENGINES)})
     for name, wanted in engines.items():
         path = folder / name
+        if not path.is_file():  # to open a pipe waits for ever
+            yield name
+            return
         with path.open("rb") as file:
             raw = _read_header(file)
             size = path.stat().st_size
@@ -178,7 +183,8 @@ def _differences(folder: Path, document: Mapping[str, Any], with_weights: bool) 
     present = dict(_tokenizer_files(folder))
     wanted_files = document["tokenizer"]
     for name in sorted(wanted_files.keys() | present.keys()):
-        if name not in present or _sha256(present[name]) != wanted_files.get(name):
+        found = _sha256(present[name]) if name in present else None
+        if found is None or found != wanted_files.get(name):
             yield f"{TOKENIZER_FOLDER}/{name}"
 
 
@@ -235,7 +241,9 @@ def _tokenizer_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _sha256(path: Path) -> str | None:
-    """None for what cannot be read as a file."""
+    """None for what cannot be read as a file: a pipe would be waited for, a device has no end."""
+    if not path.is_file():
+        return None
     try:
         with path.open("rb") as file:
             return file_digest(file, "sha256").hexdigest()

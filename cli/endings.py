@@ -16,8 +16,10 @@ from llmctl.cli import config_file
 from llmctl.cli.app import command_path
 from llmctl.cli.machine_failures import name_failure
 from llmctl.cli.streams import silence_stdout
+from llmctl.cli.table import printable
 from llmctl.errors import Unsupported
 
+MOST_CHARS = 4_000  # of a message: a screen
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
@@ -29,6 +31,8 @@ EXIT_PIPE = 128 + signal.SIGPIPE
 def report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
     """Tell an error, as JSON on stdout or as text on stderr; returns the exit code: `code`, unless
     the reader of stdout has gone."""
+    if len(message) > MOST_CHARS:  # of somebody's file, which is what is found wrong
+        message = f"{message[:MOST_CHARS]} …"
     if is_json:
         error = {"name": name, "message": message, "fix": fix, "exit_code": code}
         try:
@@ -39,9 +43,9 @@ def report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
             return EXIT_PIPE
         except OSError:  # a full disk, perhaps the very error to report: stderr remains
             silence_stdout()
-    print(f"error[{name}]: {message}", file=sys.stderr)
-    if fix:
-        print(f"fix: {fix}", file=sys.stderr)
+    for line in (f"error[{name}]: {message}", f"fix: {fix}" if fix else ""):
+        if line:
+            print("\n".join(map(printable, line.split("\n"))), file=sys.stderr)
     return code
 
 

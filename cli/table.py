@@ -13,7 +13,7 @@ def table(rows: Rows, right: Iterable[int] = ()) -> Iterator[str]:
     A cell stays in its row: what files of other people say may hold line ends, and sequences that
     a terminal would obey.
     """
-    rows = [tuple(map(_printable, row)) for row in rows]
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     is_right = set(right)
     for row in rows:
@@ -24,10 +24,11 @@ def table(rows: Rows, right: Iterable[int] = ()) -> Iterator[str]:
         yield f"  {'  '.join(cells)}".rstrip()
 
 
-def _printable(cell: str) -> str:
-    if cell.isprintable():
-        return cell
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cell)
+def printable(text: str) -> str:
+    """The text with what would command a terminal as Python escapes it."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def size(count: int) -> str:

@@ -156,12 +156,14 @@ class Tokenizer:
     @cached_property
     def _full(self) -> PreTrainedTokenizerBase:
         """The same folder as transformers reads it. Raises TokenizerError where it cannot."""
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
         try:
-            full: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            full = AutoTokenizer.from_pretrained(
                 self.folder, local_files_only=True, trust_remote_code=False
             )
+            if not isinstance(full, PreTrainedTokenizerBase):  # RAG's, which is two of them
+                raise TypeError(f"a {type(full).__name__} is no tokenizer of one text")
         except Exception as error:  # whatever it meets in a file that says other than it expects
             raise TokenizerError(
                 f"transformers cannot read the tokenizer in {self.folder}: "

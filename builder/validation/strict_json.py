@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from typing import Any
 
 MOST = 2**31 - 1  # of what is counted in 32 bits: positions, rows, slots, sizes of a tensor
 _MOST_DIGITS = 20  # of an integer: 2**64 has 20
+_SHOWN_CHARS = 80
 
 
 def parse(text: str | bytes) -> Any:
@@ -21,12 +23,27 @@ def parse(text: str | bytes) -> Any:
     )
 
 
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether a value has lists and objects within one another to more than `most` levels."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            item
+            for holder in level
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        counts = Counter(key for key, _ in pairs)  # of a hundred megabytes of keys in a second
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"the key {twice[:_SHOWN_CHARS]!r} is there twice")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import struct
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.hostile import bounded
 from support.signing import (
     CODE,
     change_byte,
@@ -64,6 +66,28 @@ def test_what_was_signed_is_accepted_and_moves_as_a_folder(signed, builder, tmp_
     require_signed(moved, builder, with_weights=True)
     described = describe_signature(moved)
     assert described == {"state": "valid", "key": builder.fingerprint, "problem": None}
+
+
+@pytest.mark.parametrize("place", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize(
+    "name", [SIGNATURE_FILE, "rank0.engine", "tokenizer/tokenizer.json", "tokenizer/more.json"]
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(signed, builder, name, place):
+    (signed / name).unlink(missing_ok=True)
+    place(signed / name)
+    with bounded(), pytest.raises(UntrustedEngine, match=name):
+        require_signed(signed, builder)
+    with bounded():
+        assert describe_signature(signed)["state"] == "invalid"
+
+
+def test_a_link_to_templates_that_nobody_signed_is_refused(signed, builder, tmp_path):
+    """transformers reads every template in such a folder."""
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "default.jinja").write_text("{{ 1 }}")
+    (signed / "tokenizer" / "additional_chat_templates").symlink_to(tmp_path / "templates")
+    with pytest.raises(UntrustedEngine, match="additional_chat_templates is not what"):
+        require_signed(signed, builder)
 
 
 def test_ssh_keygen_and_openssl_agree(signed, key, builder, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,11 @@ def test_a_template_that_is_none_is_named(checkpoint: Path, template: Any) -> No
     with pytest.raises(TokenizerError) as refused:
         Tokenizer(checkpoint).chat_prompt("a")
     assert refused.value.fix
+
+
+def test_a_class_of_several_tokenizers_has_no_template(sound: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(sound.engine / "tokenizer", tmp_path / "tokenizer")
+    rewritten(folder, CONFIG, tokenizer_class="RagTokenizer")
+    outcome = run(sound.engine, "--chat", "--input-text", "a", "--tokenizer-dir", folder)
+    require_named(outcome, "TokenizerError")
+    assert "RagTokenizer is no tokenizer of one text" in outcome.message

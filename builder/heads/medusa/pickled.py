@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmctl.builder.heads.medusa.pickle_form import check_form
 from llmctl.errors import PickleCheckpoint
-from llmctl.quantize.checkpoint import DTYPES, TensorInfo
+from llmctl.quantize.checkpoint import DTYPES, MAX_DIMENSIONS, TensorInfo
+from llmctl.quantize.format import clipped, shown
 
 if TYPE_CHECKING:
     import torch
@@ -25,18 +27,25 @@ def read_pickled(path: Path) -> Mapping[str, torch.Tensor]:
     import torch
 
     try:
+        check_form(path)
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever a file that nobody vouches for makes of the reader
         first = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise _refused(path, f"torch does not read it as tensors alone: {first[:160]}") from error
+        words = f"torch does not read it as tensors alone: {clipped(first, 160)}"
+        raise _refused(path, words) from error
     if not isinstance(found, dict) or not found:
         raise _refused(path, f"it holds a {type(found).__name__}; tensors by name are wanted")
-    for name, tensor in found.items():
-        if not isinstance(name, str) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise _refused(path, f"its {name!r} is a {type(tensor).__name__}, no tensor")
+    by_name = dict.items(found)  # an OrderedDict may have another `items` of its own
+    for name, tensor in by_name:
+        if not isinstance(name, str):
+            raise _refused(path, f"it has a {type(name).__name__} in the place of a name")
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise _refused(path, f"its {shown(name)} is a {type(tensor).__name__}, no tensor")
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            raise _refused(path, f"its {name!r} is no dense tensor of the CPU")
-    return {name: tensor.detach() for name, tensor in found.items()}
+            raise _refused(path, f"its {shown(name)} is no dense tensor of the CPU")
+        if tensor.dim() > MAX_DIMENSIONS or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise _refused(path, f"its {shown(name)} has more dimensions or values than it stores")
+    return {name: tensor.detach() for name, tensor in by_name}
 
 
 def describe_pickled(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
@@ -46,7 +55,7 @@ def describe_pickled(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[st
     for name, tensor in tensors.items():
         dtype = names.get(str(tensor.dtype).removeprefix("torch."))
         if dtype is None:
-            raise _refused(path, f"its {name!r} is {tensor.dtype}, which no checkpoint has")
+            raise _refused(path, f"its {shown(name)} is {tensor.dtype}, which no checkpoint has")
         found[name] = TensorInfo(name, dtype, tuple(tensor.shape), path, 0, tensor.nbytes)
     return found
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.hostile import bounded
 from support.medusa import make_heads, save_heads, torch_heads
 
 from llmctl.builder.heads.medusa.checkpoint import open_heads, require_fit
@@ -152,6 +154,45 @@ def test_the_offered_conversion_gives_what_is_read(tmp_path: Path, monkeypatch):
 )
 def test_a_pickle_of_something_else_is_refused(tmp_path: Path, content: object):
     with pytest.raises(PickleCheckpoint, match="is refused"):
+        open_heads(pickled(tmp_path, content), TARGET)
+
+
+# A pickle of a dictionary whose key has one tuple twice, which has one tuple twice, ..., 60 times.
+_TWICE = b"\x80\x02})" + b"q\0h\0\x86" * 60 + b"K\1s."
+_BYTES = b"\x80\x02cbuiltins\nbytearray\n\x8a\5" + (1 << 38).to_bytes(5, "little") + b"\x85R."
+_NESTED = b"\x80\x02})" + b"\x85" * 500_000 + b"K\1s."
+
+
+@pytest.mark.parametrize(
+    ("pickled_bytes", "found"),
+    [
+        (_TWICE, "one tuple in two places"),
+        (_TWICE.replace(b"q", b"\x80\x02q"), "the operation PROTO"),
+        (_NESTED, "500001 tuples"),
+        (_BYTES, "names 'builtins bytearray'"),
+        (b"\x80\x02)2\x86.", "the operation DUP"),
+        (b"\x80\x02X\0\0\0\1" + b" " * (1 << 24) + b".", "records are compressed"),
+        (b"\x80\x02X\0\0\0\1" + b" " * (1 << 24) + b".", "its pickle has 16777224 bytes"),
+    ],
+    ids=["hash", "prefix", "nested", "bytearray", "stack", "compressed", "long"],
+)
+def test_a_pickle_that_takes_time_or_memory_without_end_is_refused(
+    tmp_path: Path, pickled_bytes: bytes, found: str
+):
+    path = pickled(tmp_path, make_heads(*SIZES)) / "medusa_lm_head.pt"
+    with zipfile.ZipFile(path) as source:
+        records = {name: source.read(name) for name in source.namelist()}
+    form = zipfile.ZIP_DEFLATED if "compressed" in found else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", form) as target:
+        for name, content in records.items():
+            target.writestr(name, pickled_bytes if name.endswith("data.pkl") else content)
+    with bounded(), pytest.raises(PickleCheckpoint, match=found):
+        open_heads(tmp_path, TARGET)
+
+
+def test_a_pickled_tensor_of_more_values_than_it_stores_is_refused(tmp_path: Path):
+    content = {"0.0.weight": torch.ones(1).expand(1 << 40)}
+    with pytest.raises(PickleCheckpoint, match="than it stores"):
         open_heads(pickled(tmp_path, content), TARGET)
 
 

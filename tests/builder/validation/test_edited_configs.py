@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from support.hostile import bounded
 from support.hostile_engine import ENGINE, Edited, HostileEngine, refuse, write_text
 
+from llmctl.cli.inspect.engine import describe_engine
 from llmctl.errors import CorruptEngine, LlmctlError
 
 
@@ -88,3 +91,39 @@ def test_json_that_is_nested_without_end_is_refused(
     with pytest.raises(LlmctlError):
         write_text(folder)
     assert (folder / ENGINE).is_file()
+
+
+def test_json_that_is_nested_deeper_than_what_is_written_is_refused(
+    engines: dict[str, tuple[HostileEngine, list[int]]], tmp_path: Path
+) -> None:
+    """What reads it goes down by itself; what copies it and shows it, by calls of Python."""
+    folder = engines["fp8"][0].write(tmp_path / "engine")
+    document = json.loads((folder / "config.json").read_text())
+    text = json.dumps(document | {"source": {"deep": "DEEP"}})
+    for levels, is_read in ((14, True), (15, False), (700, False)):
+        deep = "[" * levels + "]" * levels
+        (folder / "config.json").write_text(text.replace('"DEEP"', deep))
+        if is_read:
+            write_text(folder)
+            continue
+        with pytest.raises(CorruptEngine, match="nested in more than 16 levels"):
+            describe_engine(folder, read_gb_s=1.0)
+
+
+def test_a_config_that_is_too_large_to_be_one_is_not_read(
+    engines: dict[str, tuple[HostileEngine, list[int]]], tmp_path: Path
+) -> None:
+    folder = engines["fp8"][0].write(tmp_path / "engine")
+    os.truncate(folder / "config.json", 1 << 36)  # of which the disk holds nothing
+    with pytest.raises(CorruptEngine, match="has 68719476736 bytes; at most"):
+        write_text(folder)
+
+
+def test_a_key_that_is_there_twice_is_found_at_once_among_many(
+    engines: dict[str, tuple[HostileEngine, list[int]]], tmp_path: Path
+) -> None:
+    folder = engines["fp8"][0].write(tmp_path / "engine")
+    keys = [f'"{index}": 0' for index in range(300_000)]
+    (folder / "config.json").write_text("{" + ", ".join([*keys, keys[-1]]) + "}")
+    with bounded(), pytest.raises(CorruptEngine, match="'299999' is there twice"):
+        write_text(folder)

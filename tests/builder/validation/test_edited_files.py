@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.hostile import attempt
 from support.hostile_engine import Edited, HostileEngine, refuse, write_text
 
 from llmctl.errors import CorruptEngine
@@ -46,3 +47,12 @@ def test_a_tensor_that_the_plan_does_not_use_is_refused(edited: Edited) -> None:
 @pytest.mark.parametrize(("key", "value"), [("schema_version", "10"), ("format", "pt")])
 def test_a_header_of_another_format_is_refused(edited: Edited, key: str, value: str) -> None:
     refuse(edited(lambda engine: engine.metadata.update({key: value})), f"its {key} is '{value}'")
+
+
+def test_what_a_file_says_commands_no_terminal_and_is_cut(edited: Edited) -> None:
+    def change(engine: HostileEngine) -> None:
+        engine.header["lm_head.weight"]["dtype"] = "\x1b[2J" * 10_000
+
+    outcome = attempt("inspect", edited(change))
+    assert outcome.code == 1 and "lm_head.weight is \\x1b[2J" in outcome.message
+    assert outcome.message.replace("\n", "").isprintable() and len(outcome.message) < 10_000
