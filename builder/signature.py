@@ -124,7 +124,7 @@ def describe_signature(folder: Path) -> dict[str, str | None]:
         require_signed(folder, PublicKey.parse(signature.public_key))
     except MissingPackage as error:
         return described | {"state": "unchecked", "problem": f"{error}; {error.fix}"}
-    except UntrustedEngine as error:
+    except (UntrustedEngine, ValueError) as error:  # or its key is none
         return described | {"state": "invalid", "problem": str(error)}
     return described | {"state": "valid"}
 

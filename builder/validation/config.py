@@ -46,6 +46,7 @@ _REQUIRED: Mapping[str, Wanted] = {
     "pretrained_config.dtype": _among(MODEL_DTYPES),
     "pretrained_config.vocab_size": _whole(1),
     "pretrained_config.hidden_size": _whole(1),
+    "pretrained_config.intermediate_size": _whole(1),
     "pretrained_config.num_hidden_layers": _whole(1, MAX_LAYERS),
     "pretrained_config.quantization": _OBJECT,
     "pretrained_config.quantization.quant_algo": _TEXT_OR_NONE,

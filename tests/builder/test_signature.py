@@ -81,6 +81,12 @@ def test_what_is_no_file_is_refused_and_not_waited_for(signed, builder, name, pl
         assert describe_signature(signed)["state"] == "invalid"
 
 
+def test_a_key_that_is_none_is_told_of(signed):
+    edit(signed, lambda content: content.update(public_key="ssh-ed25519 AAAA"))
+    described = describe_signature(signed)
+    assert described["state"] == "invalid" and described["problem"]
+
+
 def test_a_link_to_templates_that_nobody_signed_is_refused(signed, builder, tmp_path):
     """transformers reads every template in such a folder."""
     (tmp_path / "templates").mkdir()

@@ -21,6 +21,7 @@ from llmctl.errors import CorruptEngine, LlmctlError
         ("pretrained_config", "vocab_size", 10**18, "a whole number is wanted"),
         ("pretrained_config", "dtype", "evil", "dtype is 'evil'"),
         ("pretrained_config", "dtype", "float16", "the model's dtype is float16"),
+        ("pretrained_config", "intermediate_size", "48", "intermediate_size is '48'; a whole"),
         ("pretrained_config", "num_hidden_layers", 1, "num_hidden_layers is 1"),
         ("pretrained_config", "num_attention_heads", 4, "num_heads"),
         ("pretrained_config", "norm_epsilon", 1e-5, "norm_epsilon"),
