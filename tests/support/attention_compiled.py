@@ -110,26 +110,30 @@ def check_chains(specs: Sequence[KernelSpec]) -> None:
             assert 2 * (binary.shared_bytes + 1024) <= 227 * 1024
 
 
-def check_chunk(heads: tuple[int, int], kv: str, *, by_images: bool) -> None:
-    """chunk.cu keeps sums in registers and products in flight. Only warps that copy images, which
-    leave their registers to those that compute, may keep a few words in local memory: eight by the
-    compiler installed here, ten of groups of three by the oldest that is taken."""
+def check_chunk(heads: tuple[int, int], kv: str) -> None:
+    """chunk.cu keeps sums in registers and products in flight, whether it reads images or not. Only
+    warps that copy images, which leave their registers to those that compute, may keep a few words
+    in local memory: eight by the compiler installed here, ten of groups of three by the oldest that
+    is taken. A call of the disassembler serves both."""
     dtype = torch.float16 if "float16" in kv.split() else torch.bfloat16
     kv_dtype = FP8 if kv.startswith("fp8") else dtype
     world = World(*heads, 128, (64,), dtype, kv_dtype, quantize_out=kv_dtype == FP8)
     call, limits = world.call([(0, 0, 1)]), world.limits()
-    ((_, binary, code),) = compile_all([chunk.chunk_spec(call, limits, by_images=by_images)])
-    assert binary.local_bytes <= 40 * by_images
-    assert not re.search(r"\b(LDL|STL)\b", code[: code.rindex("HGMMA")])  # of those that compute
-    # Logits of an item's first tile and of the next, eight steps each; values of a tile and of the
-    # last, four each.
-    assert len(re.findall(r"\bHGMMA", code)) == 24
-    # A compiler that cannot tell that registers are free waits after every product.
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 4
-    assert len(re.findall("USETMAXREG", code)) == 2
-    assert ("F2FP.F16.E4M3" in code) == (kv_dtype == FP8 and not by_images)
-    assert ("LDGSTS" in code) == (kv_dtype != FP8 and not by_images)
-    assert ("UBLKCP" in code) == by_images
+    kinds = (False, True)
+    specs = [chunk.chunk_spec(call, limits, by_images=by_images) for by_images in kinds]
+    for by_images, (_, binary, code) in zip(kinds, compile_all(specs), strict=True):
+        assert binary.local_bytes <= 40 * by_images
+        computing = code[: code.rindex("HGMMA")]
+        assert not re.search(r"\b(LDL|STL)\b", computing)
+        # Logits of an item's first tile and of the next, eight steps each; values of a tile and of
+        # the last, four each.
+        assert len(re.findall(r"\bHGMMA", code)) == 24
+        # A compiler that cannot tell that registers are free waits after every product.
+        assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) <= 4
+        assert len(re.findall("USETMAXREG", code)) == 2
+        assert ("F2FP.F16.E4M3" in code) == (kv_dtype == FP8 and not by_images)
+        assert ("LDGSTS" in code) == (kv_dtype != FP8 and not by_images)
+        assert ("UBLKCP" in code) == by_images
 
 
 def check_windows(kv: str) -> None:

@@ -30,9 +30,8 @@ def launches_of(world: World, parts: list[Part]) -> list[Launch]:
 
 
 @pytest.mark.parametrize(("heads", "kv"), CHUNKS_HERE, ids=str)
-@pytest.mark.parametrize("by_images", [False, True])
-def test_it_keeps_sums_in_registers_and_products_in_flight(kv, heads, by_images):
-    check_chunk(heads, kv, by_images=by_images)
+def test_it_keeps_sums_in_registers_and_products_in_flight(kv, heads):
+    check_chunk(heads, kv)
 
 
 @pytest.mark.parametrize(
