@@ -3,7 +3,8 @@
 Whatever interrupts the body (an exception, Ctrl-C, a full disk), nothing exists under the final
 name; kill -9 can leave only a hidden `.NAME.<random>.partial` next to it, a directory or a file,
 which the next attempt removes. A lock, which ends with the process that holds it, tells a leftover
-from an output that is being written.
+from an output that is being written. A signal may fall between the making of a scratch and the
+first line that would remove it, so each is listed before it is made: `remove_unfinished`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ SPACE_FIXES = {
 }
 SCRATCH_SUFFIX = ".partial"
 MOST_NAME = 255 - len("..12345678" + SCRATCH_SUFFIX)  # bytes: the scratch's name must fit, too
+_scratches: list[Path] = []  # every one that this process has made or was about to make
 
 
 def created_mode(bits: int) -> int:
@@ -136,17 +138,38 @@ def _remove_leftover(path: Path) -> bool:
     return True
 
 
-def _make_scratch(final: Path) -> tuple[Path, int]:
-    """A scratch directory beside `final`, and the descriptor that holds its lock."""
+def open_scratch(final: Path, *, is_folder: bool = False) -> tuple[Path, int]:
+    """A scratch file or directory beside `final` that nobody else may read yet, and the descriptor,
+    of a file for reading and writing, that holds its lock. Raises OSError."""
     while True:
-        name = tempfile.mkdtemp(prefix=f".{final.name}.", suffix=SCRATCH_SUFFIX, dir=final.parent)
+        scratch = final.with_name(f".{final.name}.{secrets.token_hex(4)}{SCRATCH_SUFFIX}")
+        _scratches.append(scratch)
         try:
-            descriptor = os.open(name, os.O_RDONLY)
+            if is_folder:
+                scratch.mkdir(0o700)
+            else:
+                os.close(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:  # another process's
+            _scratches.remove(scratch)
+            continue
+        try:
+            descriptor = os.open(scratch, os.O_RDONLY if is_folder else os.O_RDWR)
         except FileNotFoundError:  # taken for a leftover before it had its lock
             continue
-        if lock_scratch(descriptor, Path(name)):
-            return Path(name), descriptor
+        if lock_scratch(descriptor, scratch):
+            return scratch, descriptor
         os.close(descriptor)
+
+
+def remove_unfinished() -> None:
+    """Remove each scratch of this process that is still there; for the end of a program, when no
+    signal can come any more. It has nothing to do but where a signal came while one was made."""
+    for scratch in _scratches:
+        if scratch.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                scratch.unlink()
 
 
 def write_cached(path: Path, content: bytes) -> None:
@@ -155,8 +178,8 @@ def write_cached(path: Path, content: bytes) -> None:
     scratch = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            scratch = file.name
+        scratch, descriptor = open_scratch(path)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         os.replace(scratch, path)
     except OSError:
@@ -176,12 +199,12 @@ def publish(final: Path) -> Iterator[Path]:
     if os.path.lexists(final):
         raise OutputExists(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    scratch, lock = _make_scratch(final)
+    scratch, lock = open_scratch(final, is_folder=True)
     try:
         yield scratch
         for path in [*scratch.rglob("*"), scratch]:
             flush(path)
-        scratch.chmod(created_mode(0o777))  # mkdtemp starts at 0700
+        scratch.chmod(created_mode(0o777))  # it was made with 0700
         try:
             os.rename(scratch, final)  # atomic on one file system; refuses a non-empty target
         except OSError as error:

@@ -25,6 +25,7 @@ from llmctl.cli.endings import (
 )
 from llmctl.cli.streams import has_results, open_streams, silence_stdout
 from llmctl.errors import BadConfig, LlmctlError
+from llmctl.publish import remove_unfinished
 
 # The base of typer's usage errors, wherever this version of typer keeps it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -37,6 +38,7 @@ def main() -> None:
     signals.install_handlers()
     code = _run(sys.argv[1:])
     signals.ignore_all()
+    remove_unfinished()
     try:
         sys.stdout.flush()
     except OSError:  # any problem with it has been reported

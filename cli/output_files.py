@@ -12,7 +12,6 @@ import os
 import re
 import stat
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -24,9 +23,8 @@ import typer
 from llmctl.errors import BadConfig
 from llmctl.publish import (
     MOST_NAME,
-    SCRATCH_SUFFIX,
     created_mode,
-    lock_scratch,
+    open_scratch,
     remove_leftovers,
     require_place,
 )
@@ -123,9 +121,9 @@ def _require_one(path: Path) -> Path:
     if final.exists() and not (os.access(final, os.W_OK) and _may_replace(final)):
         raise BadConfig(f"{path} cannot be written: it is another user's, or read-only")
     # Where permissions say nothing: /proc, immutable folders, no file left to a user or a disk.
-    handle, name = tempfile.mkstemp(prefix=f".{final.name[:64]}.", dir=folder)
+    scratch, handle = open_scratch(final)
+    scratch.unlink()
     os.close(handle)
-    os.unlink(name)
     return final
 
 
@@ -177,14 +175,9 @@ class replacing:
         return os.dup(descriptor)
 
     def _open_scratch(self) -> int:
-        folder, prefix = self._path.parent, f".{self._path.name}."
-        while True:
-            handle, name = tempfile.mkstemp(prefix=prefix, suffix=SCRATCH_SUFFIX, dir=folder)
-            self._scratch = Path(name)
-            if lock_scratch(handle, self._scratch):
-                self._lock = os.dup(handle)  # held until the file has its name
-                return handle
-            os.close(handle)
+        self._scratch, handle = open_scratch(self._path)
+        self._lock = os.dup(handle)  # held until the file has its name
+        return handle
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
