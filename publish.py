@@ -175,17 +175,16 @@ def remove_unfinished() -> None:
 def write_cached(path: Path, content: bytes) -> None:
     """Write a file of a cache, whole or not at all. A folder that cannot be written, or that is
     full, costs time later, and is no failure."""
-    scratch = None
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch, descriptor = open_scratch(path)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(scratch, path)
-    except OSError:
-        if scratch is not None:
-            with suppress(OSError):
-                os.unlink(scratch)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(scratch, path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 
 from llmctl import publish as publish_module
 from llmctl.errors import OutOfDisk, OutputExists
-from llmctl.publish import publish, require_space
+from llmctl.publish import publish, require_space, write_cached
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -37,6 +37,19 @@ def test_an_interrupted_body_leaves_nothing(tmp_path: Path, error: BaseException
     with pytest.raises(type(error)), publish(tmp_path / "out") as scratch:
         (scratch / "file").write_text("half")
         raise error
+    assert leftovers(tmp_path) == []
+
+
+def test_ctrl_c_leaves_no_half_of_a_cached_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(source: Path, target: Path) -> None:
+        assert leftovers(tmp_path) == [source.name]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_cached(tmp_path / "kernel", b"whole")
     assert leftovers(tmp_path) == []
 
 

@@ -62,11 +62,14 @@ def test_a_recipe_of_weights_that_are_stored_is_refused(edited: Edited) -> None:
     refuse(edited(lambda e: e.config.update(weights={"load_format": "dummy"})), "weights.seed")
 
 
+@pytest.fixture
+def folder(engines: dict[str, tuple[HostileEngine, list[int]]], tmp_path: Path) -> Path:
+    """An engine whose config.json a test writes anew, as text."""
+    return engines["fp8"][0].write(tmp_path / "engine")
+
+
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_a_number_that_is_none_of_json_is_refused(
-    engines: dict[str, tuple[HostileEngine, list[int]]], tmp_path: Path, text: str
-) -> None:
-    folder = engines["fp8"][0].write(tmp_path / "engine")
+def test_a_number_that_is_none_of_json_is_refused(folder: Path, text: str) -> None:
     config = (folder / "config.json").read_text()
     number = json.dumps(json.loads(config)["pretrained_config"]["norm_epsilon"])
     (folder / "config.json").write_text(config.replace(number, text, 1))
@@ -74,31 +77,22 @@ def test_a_number_that_is_none_of_json_is_refused(
         write_text(folder)
 
 
-def test_a_key_that_is_there_twice_is_refused(
-    engines: dict[str, tuple[HostileEngine, list[int]]], tmp_path: Path
-) -> None:
-    folder = engines["fp8"][0].write(tmp_path / "engine")
+def test_a_key_that_is_there_twice_is_refused(folder: Path) -> None:
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("{", '{"version": 0, ', 1))
     with pytest.raises(CorruptEngine, match="'version' is there twice"):
         write_text(folder)
 
 
-def test_json_that_is_nested_without_end_is_refused(
-    engines: dict[str, tuple[HostileEngine, list[int]]], tmp_path: Path
-) -> None:
-    folder = engines["fp8"][0].write(tmp_path / "engine")
+def test_json_that_is_nested_without_end_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text('{"version": ' + "[" * 100_000)
     with pytest.raises(LlmctlError):
         write_text(folder)
     assert (folder / ENGINE).is_file()
 
 
-def test_json_that_is_nested_deeper_than_what_is_written_is_refused(
-    engines: dict[str, tuple[HostileEngine, list[int]]], tmp_path: Path
-) -> None:
+def test_json_that_is_nested_deeper_than_what_is_written_is_refused(folder: Path) -> None:
     """What reads it goes down by itself; what copies it and shows it, by calls of Python."""
-    folder = engines["fp8"][0].write(tmp_path / "engine")
     document = json.loads((folder / "config.json").read_text())
     text = json.dumps(document | {"source": {"deep": "DEEP"}})
     for levels, is_read in ((14, True), (15, False), (700, False)):
@@ -111,19 +105,13 @@ def test_json_that_is_nested_deeper_than_what_is_written_is_refused(
             describe_engine(folder, read_gb_s=1.0)
 
 
-def test_a_config_that_is_too_large_to_be_one_is_not_read(
-    engines: dict[str, tuple[HostileEngine, list[int]]], tmp_path: Path
-) -> None:
-    folder = engines["fp8"][0].write(tmp_path / "engine")
+def test_a_config_that_is_too_large_to_be_one_is_not_read(folder: Path) -> None:
     os.truncate(folder / "config.json", 1 << 36)  # of which the disk holds nothing
     with pytest.raises(CorruptEngine, match="has 68719476736 bytes; at most"):
         write_text(folder)
 
 
-def test_a_key_that_is_there_twice_is_found_at_once_among_many(
-    engines: dict[str, tuple[HostileEngine, list[int]]], tmp_path: Path
-) -> None:
-    folder = engines["fp8"][0].write(tmp_path / "engine")
+def test_a_key_that_is_there_twice_is_found_at_once_among_many(folder: Path) -> None:
     keys = [f'"{index}": 0' for index in range(300_000)]
     (folder / "config.json").write_text("{" + ", ".join([*keys, keys[-1]]) + "}")
     with bounded(), pytest.raises(CorruptEngine, match="'299999' is there twice"):
