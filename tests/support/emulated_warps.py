@@ -156,6 +156,9 @@ _PTX = {
     "red.relaxed.gpu.global.add.s32": "++*{0}",
     "ld.relaxed.gpu.global.v2.f32": "{0} = {2}->x, {1} = {2}->y",
     "ld.relaxed.gpu.global.v4.f32": ("({0} = {4}->x, {1} = {4}->y, {2} = {4}->z, {3} = {4}->w)"),
+    "{.reg .pred p;setp.ne.u32 p, %5, 0;@p ld.relaxed.gpu.global.v4.f32": (
+        "({5} ? (void)({0} = {4}->x, {1} = {4}->y, {2} = {4}->z, {3} = {4}->w) : (void)0)"
+    ),
     "atom.add.acq_rel.gpu.global.s32": "{0} = (*{1})++",
     "atom.add.relaxed.gpu.global.s32": "{0} = (*{1})++",
     "ld.acquire.gpu.global.s32": "(emu::leave(), {0} = *{1})",  # others come until they are there

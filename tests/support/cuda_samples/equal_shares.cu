@@ -2,6 +2,7 @@
 // number of tiles, and of tiles of a share, how many shares there are and where they begin.
 #define TREE 0
 #define TAIL_TILES 0
+#define ITEM_END 2
 #include "ops/paged_attention/long/share.cuh"
 
 extern "C" __global__ void equal_shares(const int* asked, int* found, int count, int room) {
@@ -9,7 +10,7 @@ extern "C" __global__ void equal_shares(const int* asked, int* found, int count,
   for (int i = 0; i < count; ++i) {
     const EqualShares shares(asked[2 * i + 1]);
     int* its = found + i * room;
-    its[0] = shares.count(asked[2 * i]);
+    its[0] = shares.count(ContextCost::of(asked[2 * i]));
     for (int nth = 0; nth < its[0] && nth + 1 < room; ++nth) its[nth + 1] = shares.begin(nth);
   }
 }

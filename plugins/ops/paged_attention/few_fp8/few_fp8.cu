@@ -8,7 +8,7 @@
 // next tile are started before the meeting.
 //
 // Macros: those of shared/operands.cuh with FP8_PRODUCTS 1, TILE_KEYS 128 and MOST_UNIT in such tiles, ROWS (of a thread block, a
-// multiple of 8), SLOTS (of keys, and of values), SHARED_BYTES, RAISE, WEIGHT_POWER.
+// multiple of 8), SLOTS (of keys, and of values), SHARED_BYTES, FACTOR_ROOM (work items, stored.cuh), RAISE, WEIGHT_POWER.
 // Grid: one thread block per multiprocessor. Counters are zero before and after.
 
 #define TREE 0
@@ -16,6 +16,7 @@
 #define ALONE 1
 #define LEAST_HELPED 0
 #define TAIL_TILES 0
+#define ITEM_END (ROWS > 8 ? 2 : 1)  // long/share.cuh
 #include "ops/paged_attention/few_fp8/queries.cuh"
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
       meet_computing();
       if (threadIdx.x == THREADS) wait_for_others(counter, sharing);
       meet_computing();
-      merge_stored(stored, kept.first_entry, count, place.nth, sharing, part, out, value_scale, quanta);
+      merge_stored(memory, columns, stored, kept.first_entry, count, place.nth, sharing, part, out, value_scale, quanta);
       if (threadIdx.x == THREADS) leave_others(counter, sharing);
       return;
     }

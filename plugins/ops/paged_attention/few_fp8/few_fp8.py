@@ -147,6 +147,7 @@ def few_fp8_spec(call: OpCall, limits: StepLimits, rows: int) -> KernelSpec:
             "CHAIN": CHAIN,
             "ROWS": rows,
             "SLOTS": slots,
+            "FACTOR_ROOM": 2 * slots * _TILE_BYTES // (4 * (3 * rows + 4)),
             "RAISE": f"{RAISE}f",
             "WEIGHT_POWER": f"{WEIGHT_POWER}f",
             "SHARED_BYTES": shared_bytes,

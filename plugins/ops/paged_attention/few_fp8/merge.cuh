@@ -1,5 +1,5 @@
-// Work items of few_fp8.cu: merged from left to right as they come, by whoever has a context's beginning, or stored and then merged by
-// all thread blocks that share the context; and how rows are written.
+// Work items of few_fp8.cu: merged from left to right as they come, by whoever has a context's beginning, or stored (stored.cuh merges
+// them then); and how rows are written.
 //
 // What is stored of sums is what threads hold of them, four numbers at a time: dimensions 2 g and 2 g + 1 of two rows.
 #pragma once
@@ -7,7 +7,6 @@
 #include "ops/paged_attention/few_fp8/products.cuh"
 
 constexpr int FOURS = ROWS * SIZE / 4;  // of a stored work item
-constexpr int BATCH = 12;                // work items that a thread asks for together
 
 struct Entries {
   float* partial;
@@ -158,83 +157,5 @@ DEVICE void write_rows(const MergedSums& all, const Columns& columns, const Own&
     const int row = 8 * j + first;
     write_two(out, part, row, own.dimension(), x.x, x.z, __fdiv_rn(value_scale, columns.all_total[row]), quanta);
     write_two(out, part, row + 1, own.dimension(), x.y, x.w, __fdiv_rn(value_scale, columns.all_total[row + 1]), quanta);
-  }
-}
-
-DEVICE float4 load_four(const void* from) {
-  float4 x;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "l"((const float4*)from));
-  return x;
-}
-
-// Merges what a context has stored, for `TIMES` fours of a thread, COMPUTING apart, and writes them: dimensions 2 g and 2 g + 1 of two rows
-// each. `BATCH` work items are asked for together, of those that there are.
-template <int TIMES, int BATCH>
-DEVICE void merge_fours(const Entries& stored, int first_entry, int count, int at, int end, const Part& part, OUT_TYPE::Storage* out,
-                        float value_scale, float quanta) {
-  struct Merged {
-    float all[4] = {0.0f, 0.0f, 0.0f, 0.0f}, base[2] = {minus_infinity(), minus_infinity()}, total[2] = {0.0f, 0.0f};
-  } merged[TIMES];
-  const auto row_of = [](int four) { return 8 * (four / 128 % BLOCKS) + four % 4 * 2; };
-#pragma unroll 1
-  for (int first = 0; first < count; first += BATCH) {
-    float4 x[TIMES][BATCH], its[TIMES][BATCH];  // base and total of two rows
-#pragma unroll
-    for (int time = 0; time < TIMES; ++time) {
-      const int four = min(at + time * COMPUTING, end - 1);
-      const float4* sums = stored.sums(first_entry) + four;
-      const float2* states = stored.states(first_entry) + row_of(four);
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {  // what is not there is one that is: a load in a branch would wait for all others
-        const int entry = min(first + i, count - 1);
-        x[time][i] = load_four(sums + entry * FOURS), its[time][i] = load_four(states + entry * ROWS);
-      }
-    }
-#pragma unroll
-    for (int time = 0; time < TIMES; ++time) {
-      Merged& own = merged[time];
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        float4 state = its[time][i];
-        const float4 y = x[time][i];
-        const bool is_there = first + i < count;  // what is not there leaves all as it is
-        if (!is_there) state = make_float4(minus_infinity(), 0.0f, minus_infinity(), 0.0f);
-        const Factors by[2] = {Factors(own.base[0], state.x), Factors(own.base[1], state.z)};
-        const float next[4] = {joined(own.all[0], by[0].left, y.x, by[0].right), joined(own.all[1], by[1].left, y.y, by[1].right),
-                               joined(own.all[2], by[0].left, y.z, by[0].right), joined(own.all[3], by[1].left, y.w, by[1].right)};
-        own.total[0] = joined(own.total[0], by[0].left, state.y, by[0].right);
-        own.total[1] = joined(own.total[1], by[1].left, state.w, by[1].right);
-        own.base[0] = by[0].base, own.base[1] = by[1].base;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) own.all[k] = is_there ? next[k] : own.all[k];
-      }
-    }
-  }
-#pragma unroll
-  for (int time = 0; time < TIMES; ++time) {
-    const int four = at + time * COMPUTING, row = row_of(four);
-    const int dimension = four / (128 * BLOCKS) * 64 + four / 32 % 4 * 16 + four % 32 / 4 * 2;
-    if (four >= end) continue;
-    const Merged& own = merged[time];
-    write_two(out, part, row, dimension, own.all[0], own.all[2], __fdiv_rn(value_scale, own.total[0]), quanta);
-    write_two(out, part, row + 1, dimension, own.all[1], own.all[3], __fdiv_rn(value_scale, own.total[1]), quanta);
-  }
-}
-
-// What thread block `nth` of `sharing` takes of a context's `count` stored work items. Of few work items many fours are asked for at once.
-DEVICE void merge_stored(const Entries& stored, int first_entry, int count, int nth, int sharing, const Part& part,
-                         OUT_TYPE::Storage* out, float value_scale, float quanta) {
-  constexpr int FEW = 3, TIMES = 4;
-  const int each = (FOURS + sharing - 1) / sharing, end = min((nth + 1) * each, FOURS);
-  const int step = count <= FEW ? TIMES * COMPUTING : COMPUTING;
-#pragma unroll 1
-  for (int at = nth * each + int(threadIdx.x) - THREADS; at < end; at += step) {
-    if (count <= FEW) {
-      merge_fours<TIMES, FEW>(stored, first_entry, count, at, end, part, out, value_scale, quanta);
-    } else {
-      merge_fours<1, BATCH>(stored, first_entry, count, at, end, part, out, value_scale, quanta);
-    }
   }
 }

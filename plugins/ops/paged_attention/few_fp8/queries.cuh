@@ -1,7 +1,7 @@
 // What the warpgroups of few_fp8.cu do with a context: its queries, the loop through its tiles, and the sums of weights.
 #pragma once
 
-#include "ops/paged_attention/few_fp8/merge.cuh"
+#include "ops/paged_attention/few_fp8/stored.cuh"
 #include "ops/paged_attention/long/hand_over.cuh"
 
 // A part's queries on their way to E4M3 numbers, a row divided by a power of two (chunk_fp8/products.cuh): of the threads that compute,

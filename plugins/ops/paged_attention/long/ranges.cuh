@@ -9,13 +9,13 @@
 
 #include "ops/paged_attention/long/shares.cuh"
 
-constexpr int EXTRA = 128 / KEYS;  // tiles that take as long as what a context needs besides its own
-constexpr int SHARING = KEYS > 64 ? 3 : 16;  // tiles that take as long as what thread blocks need that share a context
+constexpr int EXTRA = 128 / KEYS * ContextCost::TILE;            // what a context takes besides its tiles
+constexpr int SHARING = KEYS > 64 ? 3 * ContextCost::TILE : 16;  // what it takes that thread blocks share a context
 
 constexpr int FLAG_STEP = 16;  // numbers from one thread block's flag to the next
 
-// A range: its tiles, counted through the row, with EXTRA before each context's; contexts of so many tiles are not in the row. And what
-// `Contexts` has of the last tile's context, so that those who begin there load nothing.
+// A range: what its tiles take, counted through the row, with EXTRA before each context; contexts that take as much as `longest` are not in
+// the row. And what `Contexts` has of the last tile's context, so that those who begin there load nothing.
 struct Range {
   int begin, end, longest;
   int request, nth, base, start, tokens, keys, limit, tiles;
@@ -41,7 +41,7 @@ struct Contexts {
   DEVICE int count(const Requests& all) const {
     return tokens > 0 ? (tokens + all.block_tokens - 1) / all.block_tokens * HEADS : 0;
   }
-  DEVICE int width() const { return tiles + EXTRA; }
+  DEVICE int width() const { return ContextCost::of(tiles) + EXTRA; }
   DEVICE void start_at_end(const volatile Range& range) {
     request = range.request, nth = range.nth, base = range.base, start = range.start, tokens = range.tokens;
     keys = range.keys, limit = range.limit, tiles = range.tiles;
@@ -54,7 +54,7 @@ struct Contexts {
     do {
       --request;
       load(all);
-      its = tiles < range.longest ? count(all) : 0;
+      its = ContextCost::of(tiles) < range.longest ? count(all) : 0;
     } while (its == 0);
     nth = its - 1, base -= its * width();
     return true;
@@ -62,9 +62,9 @@ struct Contexts {
   // Which tiles of the context the range has: whole work items.
   DEVICE Share share(const volatile Range& range) const {
     const int first = base + nth * width() + EXTRA;
-    const auto border = [&](int tile) {
-      if (tile <= 0) return 0;
-      return tile >= tiles ? tiles : unit_start(count_units(tile + 1) - 1);
+    const auto border = [&](int cost) {
+      if (cost <= 0) return 0;
+      return cost >= ContextCost::of(tiles) ? tiles : unit_start(ContextCost::unit_behind(cost));
     };
     Share its;
     its.begin = border(range.begin - first), its.end = border(range.end - first);
@@ -83,10 +83,10 @@ DEVICE bool find_only(Range& range, Place& place, const Requests& all, int room)
   const int contexts = divide_up(tokens, all.block_tokens, reciprocal(all.block_tokens)) * HEADS;
   if (contexts == 0 || contexts > blocks) return false;
   const int splits = int((float(blocks) + 0.5f) * reciprocal(contexts));
-  const int least = max(round_up(divide_up(tiles, splits, reciprocal(splits)), UNIT), largest_unit(tiles));
-  // Lanes try how many tiles a share should have at most; of those that suffice, the first one writes.
-  const EqualShares shares(least + lane * UNIT);
-  const int needed = tiles > least + SHARING ? shares.count(tiles) : 1;
+  const int least = max(divide_up(its.cost, splits, reciprocal(splits)), ContextCost::last_unit(tiles));
+  // Lanes try what a share should take at most; of those that suffice, the first one writes.
+  const EqualShares shares(least + lane * ContextCost::TILE);
+  const int needed = its.cost > least + SHARING ? shares.count(its.cost) : 1;
   const u32 fits = __ballot_sync(~0u, needed <= splits);
   if (!fits) return false;
   const int best = __ffs(fits) - 1, times = __shfl_sync(~0u, needed, best);
@@ -95,11 +95,11 @@ DEVICE bool find_only(Range& range, Place& place, const Requests& all, int room)
   if (__any_sync(~0u, lane == best && blocks + contexts * entries > room)) return false;
   if (lane != best) return true;
   const int rows = int((float(block) + 0.5f) * reciprocal(times)), nth = block - rows * times;
-  range.begin = range.end = 0, range.longest = tiles + 1;
+  range.begin = range.end = 0, range.longest = its.cost + 1;
   place.count = 0;
   if (rows >= contexts) return true;
-  const int first_tile = rows * (tiles + EXTRA) + EXTRA, begin = border(nth), end = border(nth + 1);
-  range.begin = first_tile + begin, range.end = first_tile + end;
+  const int from = rows * (its.cost + EXTRA) + EXTRA, begin = border(nth), end = border(nth + 1);
+  range.begin = from + begin, range.end = from + end;  // any part of the context's, for it is known which
   range.put_last(its, 0, rows, 0);
   place.context = its, place.request = 0, place.rows = rows, place.nth = nth, place.count = place.mergers = times;
   place.share.begin = begin, place.share.end = end, place.share.first_unit = count_units(begin + 1) - 1;
@@ -122,17 +122,18 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
     loaded = first, contexts_of_it = divide_up(count, all.block_tokens, by_tokens) * HEADS;
     return contexts_of_it;
   };
-  int width = 0, longest = 1, contexts = 0;
+  int width = 0, longest = 1, most_tiles = 0, contexts = 0;
 #pragma unroll 1
   for (int first = 0; first < all.count; first += 32) {
     const int count = load(first);
-    width += __reduce_add_sync(~0u, count > 0 ? count * (its.tiles + EXTRA) : 0);
+    width += __reduce_add_sync(~0u, count > 0 ? count * (its.cost + EXTRA) : 0);
     contexts += __reduce_add_sync(~0u, count), longest = max(longest, __reduce_max_sync(~0u, its.cost));
+    most_tiles = max(most_tiles, __reduce_max_sync(~0u, its.cost > 0 ? its.tiles : 0));
   }
   int parts = 0, entries = 0, each = longest + 1, ranges = 0;
-  const int least = max(round_up((width + blocks - 1) / blocks, UNIT), largest_unit(longest));
-  if (longest > least + SHARING) {  // lanes try how many tiles a part should have at most
-    const int step = round_up(least / 30 + 1, UNIT), tried = least + lane * step;
+  const int unit = ContextCost::last_unit(most_tiles), least = max((width + blocks - 1) / blocks, UNIT == 1 ? MOST_UNIT : unit);
+  if (longest > least + SHARING) {  // lanes try what a part should take at most
+    const int step = least / 30 + 1, tried = least + lane * step;
     const float by = reciprocal(tried);
     const EqualShares shares(tried);
     int needed = 0, row = 0;
@@ -141,16 +142,20 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
       const int own = load(first), last = min(all.count - first, 32);
 #pragma unroll 4
       for (int i = 0; i < last; ++i) {
-        const int count = __shfl_sync(~0u, own, i), tiles = __shfl_sync(~0u, its.cost, i);
-        needed += tiles >= tried ? count * shares.count(tiles) : 0;
-        row += tiles >= tried ? 0 : count * (tiles + EXTRA);
+        const int count = __shfl_sync(~0u, own, i), cost = __shfl_sync(~0u, its.cost, i);
+        needed += cost >= tried ? count * shares.count(cost) : 0;
+        row += cost >= tried ? 0 : count * (cost + EXTRA);
       }
     }
     const u32 fits = __ballot_sync(~0u, needed + divide_up(row, tried, by) <= blocks);
     if (fits) each = least + (__ffs(fits) - 1) * step;
   }
   EqualShares shares(each);
-  const auto parts_of = [&] { return its.cost >= each ? shares.count(its.tiles) : 0; };
+  const auto parts_of = [&] { return its.cost >= each ? shares.count(its.cost) : 0; };
+  const auto border_of = [&](int tiles, int nth, int count) {
+    return UNIT == 1 ? Share::border(tiles, MORE, nth, count) : nth < count ? shares.begin(nth) : tiles;
+  };
+  const auto entries_of = [&](int times) { return times > 1 ? its.entries(times, border_of(its.tiles, 1, times)) : 0; };
 #pragma unroll 1
   while (each <= longest) {
     int row = 0, shorter = 1;
@@ -158,8 +163,8 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
     for (int first = 0; first < all.count; first += 32) {
       const int count = load(first), own = parts_of();
       parts += __reduce_add_sync(~0u, count * own);
-      entries += __reduce_add_sync(~0u, own > 0 ? count * its.entries(own, each) : 0);
-      row += __reduce_add_sync(~0u, count > 0 && own == 0 ? count * (its.tiles + EXTRA) : 0);
+      entries += __reduce_add_sync(~0u, own > 0 ? count * entries_of(own) : 0);
+      row += __reduce_add_sync(~0u, count > 0 && own == 0 ? count * (its.cost + EXTRA) : 0);
       shorter = max(shorter, __reduce_max_sync(~0u, own == 0 ? its.cost : 0));
     }
     if (parts + (row > 0) <= blocks && blocks + entries <= room) {
@@ -168,10 +173,7 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
     }
     parts = entries = 0, each += each, shares = EqualShares(each);
   }
-  if (each > longest) {
-    const int units = count_units(longest), unit = unit_start(units) - unit_start(units - 1);
-    ranges = min(min(blocks, contexts), width / unit);
-  }
+  if (each > longest) ranges = min(min(blocks, contexts), width / unit);
   ranges = max(ranges, 1);
   const int own = int(blockIdx.x) - parts;
   int end = 0;
@@ -188,27 +190,27 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
   int before = 0, parts_before = 0, entries_before = 0;
 #pragma unroll 1
   for (int first = 0; first < all.count; first += 32) {
-    const int count = load(first), times = parts_of(), its_width = count > 0 && times == 0 ? count * (its.tiles + EXTRA) : 0;
+    const int count = load(first), times = parts_of(), its_width = count > 0 && times == 0 ? count * (its.cost + EXTRA) : 0;
     const int its_end = before + sum_to_here(its_width);
     if (own >= 0 && its_end - its_width < end && end <= its_end) {
       const int base = its_end - its_width;
-      range.put_last(its, first + lane, (end - 1 - base) / (its.tiles + EXTRA), base);
+      range.put_last(its, first + lane, (end - 1 - base) / (its.cost + EXTRA), base);
     }
     before = __shfl_sync(~0u, its_end, 31);
     if (parts == 0) continue;
-    const int entry = times > 0 ? its.entries(times, each) : 0;
+    const int entry = entries_of(times);
     const int last = parts_before + sum_to_here(count * times), last_entry = entries_before + sum_to_here(count * entry);
     const int nth = int(blockIdx.x) - (last - count * times);
     const u32 found = __ballot_sync(~0u, 0 <= nth && nth < count * times);
     const int rows = times > 0 ? int((float(nth) + 0.5f) * reciprocal(times)) : 0;
     if (found) {
-      place.put(its, __ffs(found) - 1, first + lane, rows, nth - rows * times, times, each);
+      place.put(its, __ffs(found) - 1, first + lane, rows, nth - rows * times, times, border_of);
       __syncwarp();
     }
     if (found >> lane & 1) {  // as a range of the context alone
-      const int first_tile = rows * (its.tiles + EXTRA) + EXTRA;
+      const int from = rows * (its.cost + EXTRA) + EXTRA;
       range.put_last(its, first + lane, rows, 0);
-      range.begin = first_tile + place.share.begin, range.end = first_tile + place.share.end;
+      range.begin = from + place.share.begin, range.end = from + place.share.end;
       place.first_entry = blocks + last_entry - (count - rows) * entry;
       place.counter = (blocks + last - (count - rows) * times) * FLAG_STEP;
     }

@@ -37,7 +37,7 @@ struct Context {
   Numbers numbers;
   int limit;       // keys
   int tiles, end;  // those that are divided, and all
-  int cost;        // in tiles; 0: none
+  int cost;        // what they take (ContextCost); 0: none
 
   DEVICE void load(const Requests& all, int request) {
     const int first_token = blockIdx.y / HEADS * all.block_tokens;
@@ -51,11 +51,10 @@ struct Context {
     end = min(end, tiles + WINDOW_TILES);
 #endif
     const int count = numbers.end - numbers.start;
-    if (count <= all.max_tokens && first_token < count && limit > 0) cost = tiles + MORE;
+    if (count <= all.max_tokens && first_token < count && limit > 0) cost = ContextCost::of(tiles) + MORE;
   }
-  // The work item with the end of the first of several shares; `most`: as for Share::border.
-  DEVICE int first_unit(int count, int most) const { return count_units(Share::border(tiles, MORE, 1, count, most) + 1) - 1; }
-  DEVICE int entries(int count, int most = 0) const { return count > 1 ? count_units(end) - first_unit(count, most) + 1 : 0; }
+  // Of `count` shares, of which the first one ends there.
+  DEVICE int entries(int count, int first_end) const { return count > 1 ? count_units(end) - count_units(first_end + 1) + 2 : 0; }
 };
 
 // What work items take in quarters of a tile, which is about 0.29 us, where they are merged as they come and where they are stored.
@@ -75,12 +74,13 @@ struct Place {
   int counter;
 
   // By a warp, of which one lane has the context: where its share begins and ends, and where the first one of the context ends,
-  // are found by three lanes at once.
-  DEVICE void put(const Context& its, int lane, int request_, int rows_, int nth_, int count_, int most = 0) {
+  // are found by three lanes at once. border_of(tiles, nth, count): where a share begins.
+  template <class Border>
+  DEVICE void put(const Context& its, int lane, int request_, int rows_, int nth_, int count_, const Border& border_of) {
     if (lane_id() == lane) context = its, request = request_, rows = rows_, nth = nth_, count = count_, mergers = count_;
     const int tiles = __shfl_sync(~0u, its.tiles, lane), of = __shfl_sync(~0u, count_, lane);
     const int first = __shfl_sync(~0u, nth_, lane), own = lane_id() == 2 ? 1 : first + min(lane_id(), 1);
-    const int border = Share::border(tiles, MORE, min(own, of), of, most), unit = count_units(border + 1) - 1;
+    const int border = border_of(tiles, min(own, of), of), unit = count_units(border + 1) - 1;
     if (lane_id() == 0) share.begin = border, share.first_unit = unit;
     if (lane_id() == 1) share.end = border;
     if (lane_id() == 2) first_unit = unit;
@@ -120,6 +120,8 @@ DEVICE int num_blocks_of_rows() { return HELPS && gridDim.y == 1 ? HEADS : gridD
 DEVICE bool are_helped(const Requests& all) { return HELPS && gridDim.y == 1 && all.count == 1; }
 
 #if !ALONE
+DEVICE int border_of_shares(int tiles, int nth, int count) { return Share::border(tiles, MORE, nth, count); }
+
 // By one warp. The least number of tiles for a share is chosen with which there are enough thread blocks for all contexts
 // and room for their entries: a multiple of the largest work item, or few.
 DEVICE void find_place(Place& place, const Requests& all, int room) {
@@ -132,7 +134,7 @@ DEVICE void find_place(Place& place, const Requests& all, int room) {
   const int counter = blockIdx.y * 32, counters = gridDim.y * 32;  // a cache line each
   if (all.count == 1 || gridDim.z > 1) {  // all share one, or each has its own
     its.load(all, blockIdx.z);
-    place.put(its, 0, blockIdx.z, blockIdx.y, blockIdx.x, its.cost > 0 ? gridDim.x : 0);
+    place.put(its, 0, blockIdx.z, blockIdx.y, blockIdx.x, its.cost > 0 ? gridDim.x : 0, border_of_shares);
     if (lane_id() == 0) place.first_entry = blockIdx.y * room, place.counter = counter;
     return;
   }
@@ -174,10 +176,11 @@ DEVICE void find_place(Place& place, const Requests& all, int room) {
 #pragma unroll 1
     for (int first = 0; first < all.count; first += 32) {
       load(first);
-      const int count = its.cost > 0 ? divide_up(its.cost, each, by) : 0, own = its.cost > 0 ? its.entries(count) : 0;
+      const int count = its.cost > 0 ? divide_up(its.cost, each, by) : 0;
+      const int own = count > 1 ? its.entries(count, border_of_shares(its.tiles, 1, count)) : 0;
       const int to = before + sum_to_here(count), last = entries + sum_to_here(own), nth = int(blockIdx.x) - (to - count);
       const u32 found = __ballot_sync(~0u, 0 <= nth && nth < count);
-      if (found) place.put(its, __ffs(found) - 1, first + lane, blockIdx.y, nth, count);
+      if (found) place.put(its, __ffs(found) - 1, first + lane, blockIdx.y, nth, count, border_of_shares);
       if (found >> lane & 1) place.first_entry = blockIdx.y * room + last - own, place.counter = (first + lane) * counters + counter;
       before = __shfl_sync(~0u, to, 31), entries = __shfl_sync(~0u, last, 31);
     }

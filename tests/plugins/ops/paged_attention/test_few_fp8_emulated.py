@@ -3,6 +3,7 @@ the reference, however many thread blocks divide a step."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,18 +36,26 @@ def world_of(lengths: tuple[int, ...] = LENGTHS, **sizes: object) -> AllFp8World
 
 
 def attend(
-    world: AllFp8World, parts: Sequence[Part], seed: int, blocks: int, padding: int = 2
+    world: AllFp8World,
+    parts: Sequence[Part],
+    seed: int,
+    blocks: int,
+    padding: int = 2,
+    **constants: int,
 ) -> list[torch.Tensor]:
     """Rows of the parts by so many thread blocks, copies done early or late. padding: requests
-    that have nothing."""
+    that have nothing. constants: others than the kernel has."""
     step, call = world.step(parts), world.call(parts, 3)
     env = world.env(step, 2)
     shape = world.shape(step, num_tokens=step.num_tokens + 3, num_requests=len(parts) + padding)
     partials = launch_arguments.partials(call, env)
     own = launch_arguments.own_tensors(call, env), partials, launch_arguments.logit_scale(call)
     launch = few_fp8.few_fp8_launch(call, env, shape, *own, SHORT)
+    spec = replace(launch.spec, constants={**launch.spec.constants, **constants})
     late = seed % 2 == 0
-    emulated_warps.run([replace(launch, grid=(blocks, 1, 1))], seed, is_late=late, together=blocks)
+    emulated_warps.run(
+        [replace(launch, spec=spec, grid=(blocks, 1, 1))], seed, is_late=late, together=blocks
+    )
     assert not partials[1].any(), "a counter is not back at zero"
     rows, padding = call.outputs["out"].split((step.num_tokens, 3))
     assert (padding.view(torch.uint8) == 0x55).all(), "padding was written"
@@ -136,6 +145,16 @@ def test_work_items_of_several_chains():
         agree(attend(world, parts, blocks, blocks), wanted)
 
 
+@pytest.mark.parametrize("factor_room", [1, 5, 9, 96])
+def test_stored_work_items_of_which_a_thread_has_several_fours(factor_room):
+    """Nine of them, and two thread blocks to a context: room for factors of all, or of a few."""
+    world = world_of((4300,))
+    world.let_logits_rise()
+    parts: list[Part] = [(0, 4289, 11)]
+    found = attend(world, parts, factor_room, 4, padding=0, FACTOR_ROOM=factor_room)
+    agree(found, wanted_of(world, parts))
+
+
 def test_bases_that_are_raised_with_a_chain_and_within_one():
     world = world_of((10240,), heads=2, kv_heads=1)
     world.let_logits_rise()
@@ -145,15 +164,20 @@ def test_bases_that_are_raised_with_a_chain_and_within_one():
 
 
 def test_shares_have_as_many_work_items_as_they_have_room_for():
-    """Of a context of 266 tiles 20 or fewer, where 16 thread blocks share it, and not 40."""
+    """A work item takes a tile more than it has, in half tiles."""
+    starts = [unit_start(unit, MOST_UNIT, UNIT) for unit in range(150)]
+    costs = [2 * start + 2 * unit for unit, start in enumerate(starts)]
+
+    def last_unit(tiles: int) -> int:
+        unit = bisect_left(starts, tiles)
+        return costs[unit] - costs[unit - 1]
+
     asked = [
         (tiles, most)
         for tiles in (*range(1, 70, 5), *range(70, 600, 31))
-        for most in range(
-            MOST_UNIT if tiles > 32 * UNIT else 2 * UNIT if tiles > 16 * UNIT else UNIT, 80, UNIT
-        )
+        for most in range(last_unit(tiles), 180, 7)
     ]
-    asked += [(266, 20), (257, 20), (1024, 64)]
+    asked += [(266, 50), (257, 40), (1024, 154)]  # what 16 thread blocks suffice for
     found = torch.zeros(len(asked), 200, dtype=torch.int32)
     world = world_of()
     spec = few_fp8.few_fp8_spec(world.call(STEP), world.limits(), 88)
@@ -167,9 +191,9 @@ def test_shares_have_as_many_work_items_as_they_have_room_for():
     arguments = (torch.tensor(asked, dtype=torch.int32), found, *found.shape)
     emulated_warps.run([Launch(spec, (1, 1, 1), arguments)])
     for (tiles, most), (count, *begins) in zip(asked, found.tolist(), strict=True):
-        starts = [unit_start(unit, MOST_UNIT, UNIT) for unit in range(tiles)]
-        wanted = [0]
-        while wanted[-1] + most < tiles:
-            wanted.append(max(start for start in starts if start <= wanted[-1] + most))
-        assert begins[:count] == wanted, (tiles, most)
-    assert [count for count, *_ in found.tolist()[-3:]] == [16, 15, 16]
+        end = 2 * tiles + 2 * bisect_left(starts, tiles)
+        wanted = [0]  # work items
+        while costs[wanted[-1]] + most < end:
+            wanted.append(bisect_right(costs, costs[wanted[-1]] + most) - 1)
+        assert begins[:count] == [starts[unit] for unit in wanted], (tiles, most)
+    assert [count for count, *_ in found.tolist()[-3:]] == [16, 16, 16]
