@@ -16,7 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from llmctl.errors import BadConfig
+from llmctl.cli.refused import refusal
+from llmctl.errors import BadConfig, Unsupported
 from llmctl.quantize.format import shown
 
 _NOT_IN_FILES = ("config", "help", "help-all")
@@ -34,7 +35,8 @@ def read_config(
 
     grouped: options whose occurrences are lists themselves, passed on as JSON. above: the command
     that this one is of. Raises BadConfig for a file that is no mapping, a key that is no option
-    (naming the command that has it, or the nearest that is), and a value of the wrong kind.
+    (naming the command that has it, or the nearest that is), and a value of the wrong kind;
+    Unsupported for an option of TensorRT-LLM's that is refused.
     """
     params = {name: param for param in command.params for name in _names(param)}
     found: dict[str, Any] = {}
@@ -42,6 +44,7 @@ def read_config(
         name = key.replace("_", "-")
         param = params.get(name)
         if param is None:
+            _refuse_other_tools(f"{path}: {shown(key)}", name, command, above)
             raise BadConfig(
                 f"{path}: {shown(key)} is not an option of `{command.name}`",
                 fix=_fix(name, params, command, above),
@@ -94,12 +97,20 @@ def _fix(name: str, params: Mapping[str, Any], command: Any, above: Any) -> str:
     return f"the nearest option is {nearest[0]}"
 
 
+def _refuse_other_tools(what: str, name: str, command: Any, above: Any) -> None:
+    """Raise Unsupported for an option of the tool that the command follows, as a command line
+    does: the nearest name would not say that there is nothing of the kind."""
+    for owner in (command, above):
+        if (reason := refusal(name, getattr(owner, "name", None) or "")) is not None:
+            raise Unsupported(f"{what} is not available: {reason}", fix=f"leave {name} out")
+
+
 def _has(command: Any, name: str) -> bool:
     return any(name in _names(param) for param in command.params)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """The file's options: texts as they are written, lists, and objects as empty ones.
+    """The file's options: texts as they are written, lists, and objects, which no option takes.
 
     Only the tree of the document is read; none of its tags makes a value. So 010 is what the same
     letters are on the command line, and not the number 8 that YAML would have it be.
@@ -144,7 +155,7 @@ class _Tree:
         self._values = SafeConstructor()
 
     def value(self, node: Any, above: tuple[Any, ...] = ()) -> Any:
-        """A word, None for null, a list, or an empty object."""
+        """A word, None for null, a list, or an object."""
         self._num_nodes += 1
         if self._num_nodes > _MOST_NODES:
             raise ValueError(f"it has more than {_MOST_NODES} values, repeated aliases among them")
@@ -156,7 +167,10 @@ class _Tree:
         if node.id == "sequence":
             return [self.value(item, (*above, node)) for item in node.value]
         if node.id == "mapping":
-            return {}
+            above = (*above, node)
+            return {
+                str(self.value(key, above)): self.value(value, above) for key, value in node.value
+            }
         if kind == "null":
             return None
         if kind in ("int", "timestamp"):
@@ -185,6 +199,11 @@ def _value(value: Any, param: Any, where: str, is_grouped: bool) -> Any:
         return _text(value, where)
     items = value if isinstance(value, list) else [value]
     if not is_grouped:
+        if not items:  # would pass for an option left out, whose default is another
+            raise BadConfig(
+                f"{where} is an empty list; at least one value is wanted",
+                fix="leave it out for its default",
+            )
         return [_text(item, where) for item in items]
     groups = items if items and all(isinstance(item, list) for item in items) else [items]
     return [json.dumps([_text(word, where) for word in group]) for group in groups]

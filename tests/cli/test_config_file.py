@@ -88,6 +88,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_option(llmctl, tmp_path, key
         ("max_batch_size: many", "--max-batch-size"),
         ("max_batch_size: 1.5", "--max-batch-size"),
         ("max_batch_size: [1]", "one value is wanted"),
+        ("max_batch_size: {most: [1]}", "is {'most': ['1']}; one value"),
         ("max_batch_size:", "is nothing"),
         ("dry_run: 1", "must be true or false"),
         ("max_batch_size: 1\nmax-batch-size: 2", "a second time"),
@@ -118,6 +119,33 @@ def test_json_in_the_file_makes_errors_json_too(llmctl, tmp_path):
         done = llmctl("run", *words)
         assert json.loads(done.out)["error"]["name"] == "EngineNotFound" and done.err == ""
     assert llmctl("run", "--config", tmp_path / "none.yaml").out == ""
+
+
+@pytest.mark.parametrize("key", ["input_text", "max-attention-window-size"])
+def test_an_empty_list_is_not_taken_for_an_option_left_out(llmctl, tmp_path, key):
+    path = tmp_path / "options.yaml"
+    path.write_text(f"engine_dir: absent\nmax_output_len: 1\n{key}: []\n")
+    done = llmctl("run", "--config", path)
+    assert done.code == 2 and f"{key} is an empty list" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        ("run", "lora_dir", "LoRA adapters are not available"),
+        ("build", "weight-sparsity", "kernels for sparse weights are not available"),
+        ("bench latency", "iteration_log", "--raw writes every step"),
+        ("dataset", "rand-task-id", "LoRA adapters are not available"),
+    ],
+)
+def test_an_option_that_is_refused_has_its_reason_in_a_file_too(
+    llmctl, tmp_path, words, key, reason
+):
+    path = tmp_path / "options.yaml"
+    path.write_text(f"{key}: x\n")
+    done = llmctl(*words.split(), "--config", path)
+    assert done.code == 2 and "error[Unsupported]" in done.err
+    assert f"{path}: {key!r} is not available: {reason}" in done.err
 
 
 @pytest.mark.parametrize(
