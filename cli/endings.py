@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from typing import Any
 from llmctl.cli import config_file
 from llmctl.cli.app import command_path
 from llmctl.cli.machine_failures import name_failure
-from llmctl.cli.streams import silence_stdout
+from llmctl.cli.streams import json_line, silence_stdout
 from llmctl.cli.table import printable
 from llmctl.errors import Unsupported
 
@@ -36,7 +35,7 @@ def report(name: str, message: str, fix: str, code: int, is_json: bool) -> int:
     if is_json:
         error = {"name": name, "message": message, "fix": fix, "exit_code": code}
         try:
-            print(json.dumps({"error": error}, ensure_ascii=False), flush=True)
+            print(json_line({"error": error}), flush=True)
             return code
         except BrokenPipeError:
             silence_stdout()

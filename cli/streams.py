@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import io
+import json
 import os
 import select
 import stat
@@ -105,6 +107,13 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, stream)
     vars(sys)["stderr"] = LossyStream(sys.stderr)
+
+
+def json_line(value: object) -> str:
+    """An object of results for stdout. JSON is read as UTF-8, so where stdout has another encoding
+    (of the locale, or PYTHONIOENCODING) other characters than ASCII's are escaped."""
+    is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
+    return json.dumps(value, ensure_ascii=not is_utf8, allow_nan=False)
 
 
 _HAS_RESULTS = "_results_are_on_stdout"

@@ -6,7 +6,6 @@ drafts is measured first, on --engine-dir; every output is compared with that.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from llmctl.cli.bench.session import BenchOptions, Measured, Session
 from llmctl.cli.bench.sweep import measure_point
 from llmctl.cli.bench.table import heading, make_console, number
 from llmctl.cli.output_files import replacing, require_writable
-from llmctl.cli.streams import results_on_stdout
+from llmctl.cli.streams import json_line, results_on_stdout
 from llmctl.errors import BadConfig, LlmctlError
 from llmctl.runtime.drafting.method import Compared
 from llmctl.runtime.drafting.methods import METHODS, choose_method, method_options
@@ -159,7 +158,7 @@ def _publish(
         "is_partial": bool(missing) or any(own.is_partial for own in measured.values()),
         "comparison": {"rows": rows, "fastest": fastest, "not_measured": list(missing)},
     }
-    line = json.dumps(report, ensure_ascii=False, allow_nan=False)
+    line = json_line(report)
     try:
         if options.files.report_json is not None:
             with replacing(options.files.report_json, "w") as file:

@@ -13,14 +13,14 @@ from llmctl.cli.bench.table import make_console, print_report
 from llmctl.cli.endings import EXIT_FAILURE, EXIT_INTERRUPT, EXIT_TERMINATED
 from llmctl.cli.output_files import replacing
 from llmctl.cli.signals import Terminated
-from llmctl.cli.streams import results_on_stdout
+from llmctl.cli.streams import json_line, results_on_stdout
 
 
 def publish_results(measured: Measured) -> int:
     """Write and print everything; the exit code: 0, 1 when a request failed, 130 or 143 after a
     signal. Then raises what ended the session."""
     report = report_json(measured)
-    line = json.dumps(report, ensure_ascii=False, allow_nan=False)
+    line = json_line(report)
     with results_on_stdout():
         try:
             _write_files(measured, report, line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from llmctl.cli import engine_options as engine
 from llmctl.cli.output_files import replacing, require_writable
+from llmctl.cli.streams import json_line
 from llmctl.errors import BadConfig, EngineNotFound
 
 GRAPH_SUFFIXES = (".html", ".dot")
@@ -129,9 +129,7 @@ def inspect(
         if graph is not None:
             _draw(graph, described)
         lines = list(engine_text(described))
-    typer.echo(
-        json.dumps(described, ensure_ascii=False, allow_nan=False) if as_json else "\n".join(lines)
-    )
+    typer.echo(json_line(described) if as_json else "\n".join(lines))
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from llmctl.cli.run.generate import Row, SequenceOutput
+from llmctl.cli.streams import json_line
 from llmctl.errors import LlmctlError
 
 
@@ -112,4 +112,4 @@ def _sequence_json(sequence: SequenceOutput, decoder: Decoder) -> dict[str, Any]
 def run_json(rows: Sequence[Row], decoder: Decoder, stats: Mapping[str, Any]) -> str:
     """The one object that `run --json` prints."""
     outputs = [item for row in rows for item in row_json(row, decoder)]
-    return json.dumps({"outputs": outputs, "stats": stats}, ensure_ascii=False, allow_nan=False)
+    return json_line({"outputs": outputs, "stats": stats})

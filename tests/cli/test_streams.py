@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from llmctl.cli.bench import publish
+from llmctl.cli.main import execute
 from llmctl.cli.output_files import keeping, replacing
 
 FULL = Path("/dev/full")
@@ -127,3 +129,29 @@ def test_a_report_is_printed_where_its_file_does_not_fit(llmctl, engines, tmp_pa
         )
         assert done.code == 3 and "error[OutOfDisk]" in done.err
         assert json.loads(done.out)["request_info"]["num_requests"] == 1
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--engine-dir", "LINK", "--input-text", "é🦙", "--max-output-len", "2"),
+        ("run", "--engine-dir", "LINK-none", "--max-output-len", "2"),
+        ("inspect", "LINK"),
+        ("bench", "latency", "--engine-dir", "LINK", "--num-requests", "1", "--warmup", "0"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_json_is_json_whatever_the_encoding_of_stdout(
+    engines, tmp_path, monkeypatch, words, encoding
+):
+    """A character that the encoding has not was written as \\U0001f999, which JSON has not."""
+    link = tmp_path / "é🦙"
+    link.symlink_to(engines.target)
+    line = [word.replace("LINK", str(link)) for word in words]
+    written = io.BytesIO()
+    stdout = io.TextIOWrapper(written, encoding)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    execute([*line, "--json", *(["--target-output-len", "2"] if "bench" in words else [])])
+    stdout.flush()
+    assert "é🦙" in str(json.loads(written.getvalue()))
