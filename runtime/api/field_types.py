@@ -125,7 +125,7 @@ def _kind(hint: Any, checks_integers: bool) -> tuple[frozenset[type], Convert, s
         if element is int:
             return exact, _tuple, "a sequence of token ids"
         if get_origin(element) is tuple:
-            return exact, _tuple, "a sequence of lists of token ids"
+            return frozenset(), _lists, "a sequence of lists of token ids"
         return frozenset(), partial(_tuple_of, element), f"a sequence of {element.__name__}"
     if isinstance(origin, type) and issubclass(origin, Enum):
         members = " or ".join(member.name for member in origin)
@@ -166,6 +166,11 @@ def _tuple(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str | bytes | dict | set):
         raise TypeError
     return tuple(value)
+
+
+def _lists(value: Any) -> tuple[tuple[Any, ...], ...]:
+    """Words are compared with slices of tuples, which no list equals."""
+    return tuple(word if type(word) is tuple else _tuple(word) for word in _tuple(value))
 
 
 def _integers(value: Any) -> tuple[int, ...]:

@@ -13,7 +13,13 @@ from llmctl.errors import BadConfig
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.api.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
-from llmctl.runtime.request import OutputConfig, Request, SamplingConfig, TypicalAcceptance
+from llmctl.runtime.request import (
+    FinishReason,
+    OutputConfig,
+    Request,
+    SamplingConfig,
+    TypicalAcceptance,
+)
 
 GOOD = {
     Request: Request(PROMPT, 5),
@@ -73,10 +79,31 @@ def test_numbers_of_numpy_and_lists_are_stored_as_pythons():
     sampling = SamplingConfig(np.float32(0.5), np.int32(7), seed=np.uint64(2**64 - 1))
     request = Request([1, 2], np.int64(3), sampling, stop_words=[[4]])
     values = (request.input_token_ids, request.max_tokens, sampling.top_k, sampling.seed)
-    assert values == ((1, 2), 3, 7, 2**64 - 1) and request.stop_words == ([4],)
+    assert values == ((1, 2), 3, 7, 2**64 - 1) and request.stop_words == ((4,),)
     assert [type(v) for v in values] == [tuple, int, int, int]
     assert type(sampling.temperature) is float and sampling.temperature == 0.5
     assert replace(request, lookahead_config=LookaheadDecodingConfig()).lookahead_config is not None
+
+
+@pytest.mark.parametrize("form", [list, np.array, tuple], ids=lambda form: form.__name__)
+def test_words_are_found_whatever_sequences_they_are_in(executor, form):
+    """Lists were taken, and then equalled no tokens: outputs had bad words, and went past stop
+    words."""
+    plain = answer(executor, Request(PROMPT, 6)).result.output_token_ids
+    words = form([form(plain[1:3])])
+    stopped = answer(executor, Request(PROMPT, 6, stop_words=words)).result
+    assert stopped.finish_reason is FinishReason.STOP_WORDS
+    assert stopped.output_token_ids == plain[:3]
+    banned = answer(executor, Request(PROMPT, 6, bad_words=words)).result.output_token_ids
+    assert banned[:2] == plain[:2] and banned[2] != plain[2]
+
+
+def test_a_word_that_is_no_list_is_refused_where_it_is_set():
+    for words in ((1, 2), ["ab"], [np.int64(3)]):
+        with pytest.raises(BadConfig, match="^stop_words is .*a sequence of lists of token ids"):
+            Request(PROMPT, 3, stop_words=words)
+    with pytest.raises(BadConfig, match="^bad_words is an empty word"):
+        Request(PROMPT, 3, bad_words=[np.array([], int)])
 
 
 def test_true_is_no_token(executor):
