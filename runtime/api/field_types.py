@@ -147,6 +147,8 @@ def _one_of(values: tuple[object, ...], value: Any) -> object:
 
 
 def _path(value: Any) -> Path:
+    if value == "":  # of a variable that is not set; it would be the current folder
+        raise TypeError
     return Path(value)  # raises TypeError for what is neither text nor a path
 
 

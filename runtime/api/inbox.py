@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from time import monotonic
@@ -53,6 +54,11 @@ class Inbox:
     def put(self, requests: Items[Request], deliver: Deliver | None = None) -> list[int]:
         """Queue all or none; returns the new ids. `deliver`: see Mailbox.open. Raises
         ExecutorClosed or QueueFull, and BadConfig for what is no Request."""
+        if isinstance(requests, Request) or not isinstance(requests, Collection):
+            raise BadConfig(
+                f"{requests!r:.80} ({type(requests).__name__}) is no list of requests",
+                fix="enqueue_request takes one, enqueue_requests a list of them",
+            )
         for request in requests:
             if not isinstance(request, Request):
                 raise BadConfig(

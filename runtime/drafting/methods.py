@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmctl.errors import BadConfig
+from llmctl.runtime.api.field_types import as_type
 from llmctl.runtime.drafting.draft_engine.method import DraftEngine
 from llmctl.runtime.drafting.draft_engine.options import ROW as DRAFT_ENGINE
 from llmctl.runtime.drafting.draft_engine.tree import parse_tree
@@ -40,7 +41,7 @@ def as_method(draft: DraftMethod | Path | str | None, draft_tree: str | None = N
     draft_tree: of a draft engine. Raises BadConfig."""
     if isinstance(draft, (str, Path)):
         tree = None if draft_tree is None else parse_tree(draft_tree)
-        return DraftEngine(Path(draft), tree=tree)
+        return DraftEngine(as_type("draft", draft, Path), tree=tree)
     if draft_tree is not None:
         raise BadConfig(
             f"draft_tree is {draft_tree!r}, and draft is no folder of a draft engine",

@@ -153,7 +153,8 @@ def refuse_long_prompt(num_tokens: int, max_seq_len: int) -> None:
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
-    """Raise BadConfig for the first id in a request that the engine does not have."""
+    """Raise BadConfig for the first id in a request that the engine does not have, and for bad
+    words that leave no token."""
     words = (
         ("input_token_ids", (request.input_token_ids,)),
         ("stop_words", request.stop_words),
@@ -177,3 +178,11 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
                 raise BadConfig(
                     f"{name} holds token id {found}; the engine's ids are 0 to {vocab_size - 1}"
                 )
+    always = {word[0] for word in request.bad_words if len(word) == 1}
+    if request.sampling_config.min_tokens > 0:
+        always |= set(request.end_ids)
+    if len(always) >= vocab_size:  # a draw among none gives a banned one
+        raise BadConfig(
+            f"bad_words ban every token of the engine, which has {vocab_size}",
+            fix="leave at least one token that may be generated",
+        )

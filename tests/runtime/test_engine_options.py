@@ -130,6 +130,13 @@ def test_open_names_what_it_cannot_take(given):
         llmctl.open(**given)
 
 
+@pytest.mark.parametrize("given", [{"engine": ""}, {"engine": "x", "draft": ""}], ids=str)
+def test_an_empty_name_is_not_the_current_folder(given):
+    """Of a variable of the environment that is not set, as an option of the command line."""
+    with pytest.raises(BadConfig, match=r"^(engine_dir|draft) is '' \(str\); it must be a path"):
+        llmctl.open(**given)
+
+
 @pytest.mark.parametrize(
     ("given", "nearest"),
     [

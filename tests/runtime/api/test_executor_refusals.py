@@ -18,7 +18,9 @@ from llmctl.errors import (
 from llmctl.plugins.ops.sampling.reference import ReferenceSampling
 from llmctl.runtime.api.executor import Executor
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
-from llmctl.runtime.request import FinishReason, Request
+from llmctl.runtime.request import FinishReason, Request, SamplingConfig
+
+BAN_ALL = tuple((token,) for token in range(23))  # of the fake engine
 
 
 @pytest.mark.parametrize(
@@ -33,10 +35,16 @@ from llmctl.runtime.request import FinishReason, Request
         (Request((1.0, float("nan")), 5), BadConfig, "input_token_ids holds what is no token id"),
         (Request((1, 2.5), 5), BadConfig, "input_token_ids holds what is no token id: (1, 2.5)"),
         (Request((1,), 5, stop_words=((4, None),)), BadConfig, "stop_words holds what is no"),
+        (Request((1,), 5, bad_words=BAN_ALL), BadConfig, "bad_words ban every token"),
+        (
+            Request((1,), 5, SamplingConfig(min_tokens=1), bad_words=BAN_ALL[1:], end_id=0),
+            BadConfig,
+            "bad_words ban every token",
+        ),
         (Request((1,) * 50, 40), OutOfMemory, "KV blocks"),
     ],
     ids=["too long", "no such id", "negative id", "stop word", "bad word", "text", "nan", "half"]
-    + ["nothing", "too many blocks"],
+    + ["nothing", "all banned", "all but the end banned", "too many blocks"],
 )
 def test_a_refused_request_gets_its_named_error_and_others_go_on(make, request_, error, message):
     executor = make(num_blocks=20)

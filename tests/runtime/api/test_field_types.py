@@ -121,5 +121,8 @@ def test_what_is_no_request_is_refused_and_the_others_are_not_lost(executor, oth
             enqueue(other)
     with pytest.raises(BadConfig, match="is no Request"):
         executor.enqueue_requests([Request(PROMPT, 3), other])
+    for one in (Request(PROMPT, 3), None, iter([Request(PROMPT, 3)])):
+        with pytest.raises(BadConfig, match="is no list of requests"):
+            executor.enqueue_requests(one)
     assert not collect(executor, executor.enqueue_request(Request(PROMPT, 3)))[-1].has_error
     assert executor.get_num_responses_ready() == 0
