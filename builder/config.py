@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from llmctl.builder.models.family import DTYPES, ModelConfig
@@ -120,7 +121,11 @@ class BuildRequest:
         known = {f.name: f for f in fields(BuildRequest)}
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise BadConfig(f"{where}: {unknown[0]!r} is not a build option")
+            nearest = get_close_matches(unknown[0], known, n=1)
+            raise BadConfig(
+                f"{where}: {unknown[0]!r} is not a build option",
+                fix=f"the nearest is {nearest[0]}" if nearest else f"there are {', '.join(known)}",
+            )
         for name, value in values.items():
             wanted = known[name].type
             names = str(wanted).split(" | ")

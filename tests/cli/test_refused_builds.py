@@ -57,6 +57,26 @@ def test_a_build_config_that_is_no_json_is_a_bad_option(llmctl, engines, tmp_pat
     assert done.code == 2 and refused(done, "BadConfig", "--build-config", str(path))
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "words"),
+    [
+        ("plugin_config", "BadConfig", "plugins are options of the command line"),
+        ("gemm_plugin", "BadConfig", "plugins are options of the command line"),
+        ("weight_streaming", "Unsupported", "'weight_streaming' is not available: weights are"),
+        ("max_batch", "BadConfig", "fix: the nearest is max_batch_size"),
+        ("xyz", "BadConfig", "fix: there are dtype, max_batch_size, "),
+    ],
+)
+def test_what_a_build_config_cannot_hold_has_its_reason(
+    llmctl, engines, tmp_path, key, name, words
+):
+    path = tmp_path / "build.json"
+    path.write_text(json.dumps({key: True}))
+    build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--dry-run")
+    done = llmctl(*build, "--build-config", path)
+    assert done.code == 2 and refused(done, name, f"{path}: {key!r}", words)
+
+
 @pytest.mark.parametrize("limit", ["batch-size", "seq-len", "num-tokens", "draft-len"])
 def test_limits_beyond_32_bits_are_refused(llmctl, engines, limit):
     build = ("build", "--checkpoint-dir", engines.target_checkpoint, "--dry-run")
