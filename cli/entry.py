@@ -14,7 +14,7 @@ def main() -> None:
     # What is imported stays: to look for garbage among it every 700 objects, the default, takes a
     # fifth of importing transformers. Cycles of longer runs are still collected.
     gc.set_threshold(50_000)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # of a background job: stays ignored
             signal.signal(number, _leave)
     from llmctl.cli.main import main as program
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    os._exit(128 + number)
+    os._exit(128 + (signal.SIGTERM if number == signal.SIGHUP else number))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as exceptions of the main thread, so that every clean-up runs."""
+"""SIGINT, SIGTERM and SIGHUP as exceptions of the main thread, so that every clean-up runs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised in the main thread so that every clean-up runs as it does for Ctrl-C."""
+    """SIGTERM, raised in the main thread so that every clean-up runs as it does for Ctrl-C; and
+    SIGHUP, of a terminal or connection that has gone, which `nohup` makes an ignored one."""
 
 
 _SIGNALS: dict[signal.Signals, type[KeyboardInterrupt]] = {
     signal.SIGINT: Interrupted,
     signal.SIGTERM: Terminated,
+    signal.SIGHUP: Terminated,
 }
 REPEAT_S = 1.0  # a signal this soon after another one counts as the same
 
 
 def install_handlers() -> dict[signal.Signals, Handler]:
-    """Turn SIGINT and SIGTERM into exceptions of the main thread; returns what they replace.
+    """Turn the signals that end a program into exceptions of the main thread; returns what they
+    replace.
 
     An ignored signal (a background job of a script) stays ignored.
     """
@@ -77,8 +80,9 @@ class _Stop:
         now_s = time.monotonic()
         if now_s - self._last_s >= REPEAT_S:
             self._last_s = now_s
-            self.number = number
-            raise _SIGNALS[signal.Signals(number)]
+            kind = _SIGNALS[signal.Signals(number)]
+            self.number = signal.SIGTERM if kind is Terminated else number
+            raise kind
 
 
 def resend_signal(unraisable: sys.UnraisableHookArgs) -> None:

@@ -155,11 +155,12 @@ def _told(error: Exception) -> dict[str, Any]:
 
 
 def _leave_signals_to_rank_0() -> None:
-    """Ctrl-C means nothing here. SIGTERM ends this process, but after rank 0, which may have had it
-    too and has the last word."""
+    """Ctrl-C means nothing here, nor does a terminal that has gone. SIGTERM ends this process, but
+    after rank 0, which may have had it too and has the last word."""
     if threading.current_thread() is not threading.main_thread():
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Any thread may get the signal, and the main thread may be in the middle of a step: Python's
     # handler writes a byte, for a thread that has nothing else to do.
     woken, wakes = socket.socketpair()

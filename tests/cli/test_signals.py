@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM to real processes: the exit code, and nothing left behind."""
+"""Ctrl-C, SIGTERM and SIGHUP to real processes: the exit code, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 SIGNALS = pytest.mark.parametrize(
-    "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+    "number, code",
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)],
+    ids=["SIGINT", "SIGTERM", "SIGHUP"],
 )
 
 
