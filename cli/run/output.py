@@ -71,10 +71,15 @@ class StreamPrinter:
         print(output_line(row, index, decode(sequence.token_ids)), file=self._file, flush=True)
 
 
+def row_fix(error: LlmctlError) -> str:
+    """The next step after the error of one prompt."""
+    return error.fix or "correct this prompt and its settings, or leave it out"
+
+
 def error_json(error: Exception) -> dict[str, Any]:
-    """An error as `--json` shows it."""
+    """The error of one prompt as `--json` shows it."""
     if isinstance(error, LlmctlError):
-        name, fix, code = error.name, error.fix, error.exit_code
+        name, fix, code = error.name, row_fix(error), error.exit_code
     else:
         name, fix, code = type(error).__name__, "", 70
     return {"name": name, "message": str(error), "fix": fix, "exit_code": code}

@@ -13,7 +13,7 @@ from llmctl.cli.output_files import require_writable
 from llmctl.cli.run.acceptance import check_rules, idle_copies, idle_rule, rules
 from llmctl.cli.run.drafting import require_drafts
 from llmctl.cli.run.generate import Row, generate
-from llmctl.cli.run.output import StreamPrinter, print_rows, run_json
+from llmctl.cli.run.output import StreamPrinter, print_rows, row_fix, run_json
 from llmctl.cli.run.prompts import PromptOptions, make_rows, read_all, refuse_rows
 from llmctl.cli.run.report import LOG_LEVELS, RunStats, engine_lines, stats_lines, summarize
 from llmctl.cli.run.result_files import Files, ResultFiles
@@ -220,9 +220,8 @@ class Session:
             if isinstance(row.error, RankFailure):
                 continue
             if isinstance(row.error, LlmctlError):
-                fix = row.error.fix or "correct this prompt and its settings, or leave it out"
                 self._log("error", f"error[{row.error.name}]: Text {row.index}: {row.error}")
-                self._log("error", f"fix: {fix}")
+                self._log("error", f"fix: {row_fix(row.error)}")
             elif row.error is None and row.request is not None:
                 room = max_seq_len - len(row.request.input_token_ids)
                 longest = max(item.num_tokens for item in row.sequences)

@@ -126,3 +126,12 @@ def test_adaptive_draft_lengths_change_no_token_and_need_a_draft(outputs, run, e
 def test_a_cache_bound_shows_in_the_memory_plan(run):
     done = run(*TWO, "--max_tokens_in_paged_kv_cache", "128")
     assert "KV cache: 4 blocks of 32 tokens" in done.err and "max_tokens" in done.err
+
+
+def test_the_error_of_a_prompt_has_the_same_fix_in_json_as_on_stderr(run, tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "x", "max_tokens": 0}\n')
+    told = run("--input-file", path).err
+    (output,) = json.loads(run("--input-file", path, "--json").out)["outputs"]
+    assert output["error"]["fix"].startswith("correct this prompt")
+    assert f"fix: {output['error']['fix']}\n" in told
