@@ -1,4 +1,4 @@
-"""What is asked of engines when they are opened: which ones, and how they use the machine."""
+"""Options with which engines are opened: which engines, and how they use the machine."""
 
 from __future__ import annotations
 
