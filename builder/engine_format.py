@@ -2,8 +2,8 @@
 
 An engine file is one safetensors container. Its header metadata holds the plan as JSON; its
 tensors hold packed weights, compiled kernels and plans of TensorRT. Nothing is
-pickled and everything can be mapped into memory. This module is the only one of `builder` that
-`runtime` imports.
+pickled and everything can be mapped into memory. `runtime` imports this module of `builder`, and
+for signatures `signature.py` and `signing_keys.py`, but no other.
 """
 
 from __future__ import annotations

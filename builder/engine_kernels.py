@@ -1,8 +1,8 @@
 """The binaries of a cuda engine: which ones its steps and rounds need, compiled without a GPU.
 
 Every operator names its kernels from the plan alone (`kernel.py`), on meta tensors, so this costs
-milliseconds for a model of any size: its layers share kernels. Compiling takes about a second a
-kernel and happens once a machine; `plugins/backends/cuda/compiler.py` keeps what it compiled.
+milliseconds for a model of any size: its layers share kernels. Compiling takes about a second per
+kernel and happens once per machine; `plugins/backends/cuda/compiler.py` caches the results.
 """
 
 from __future__ import annotations

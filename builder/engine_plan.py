@@ -1,7 +1,7 @@
-"""What is decided about an engine before a weight is read, and the memory that it will take.
+"""All decisions about an engine, made before a weight is read, and the memory that it will take.
 
-`build.plan_build` makes it, and `build.run_build` writes it. A dry run shows its summary, and the
-key of the build cache is made of it.
+`build.plan_build` makes it, and `build.run_build` writes the engine. A dry run shows its summary,
+and the build cache key is computed from it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What an engine needs whose attention has FP8 products: of prompts (`--use_fp8_context_fmha`), or
-of all tokens (`--use_fp8_generation_fmha` beside it)."""
+"""Requirements of engines whose attention has FP8 products: for prompts (`--use_fp8_context_fmha`),
+or for all tokens (with `--use_fp8_generation_fmha`, too)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The calls of a plan, the arrays of its steps and its KV caches on meta tensors, without memory.
-What kernels an engine needs follows from these (engine_kernels.py)."""
+The kernels that an engine needs follow from these (engine_kernels.py)."""
 
 from __future__ import annotations
 

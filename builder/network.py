@@ -1,9 +1,9 @@
-"""The graph that a model is recorded into and that passes rewrite: tensors, nodes, weight sources.
+"""The graph of a model, which passes rewrite: tensors, nodes, weight sources.
 
 Tensors are identified by name. Dimensions are integers or one of four symbols: "tokens" (rows of
-the packed step), "rows" (rows that get logits), "requests" and "beams" (rows of heads that compute
-one for each sequence, and one for each beam of each sequence). A weight tensor has a source, which
-says how its bytes come from the checkpoint; nothing is read while a network is built or rewritten.
+the packed step), "rows" (rows that get logits), "requests" and "beams" (in draft heads: one row for
+each sequence, and one for each beam of each sequence). A weight tensor has a source, which says how
+its bytes come from the checkpoint; nothing is read while a network is built or rewritten.
 """
 
 from __future__ import annotations

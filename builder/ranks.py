@@ -1,4 +1,4 @@
-"""How a model divides over the ranks of a tensor-parallel engine, in numbers.
+"""How a model is divided among the ranks of a tensor-parallel engine, in numbers.
 
 A rank computes some of the heads, part of the MLP's intermediate dimension, part of the vocabulary
 and part of the rows of draft heads. Embedding and norms are whole on every rank.

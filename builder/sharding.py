@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank's share of the weights.
 
 A rank's network has the model's form with fewer heads and a narrower MLP; its weights are slices of
-the checkpoint's. Slices along rows or columns of what is read (`Shard`); of what is made of several
-tensors, or padded, slices of what is made (`ColumnShard`, `RowShard`).
+the checkpoint's: of tensors as they are read, along rows or columns (`Shard`); of weights that are
+made of several tensors, or padded, slices of the result (`ColumnShard`, `RowShard`).
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 The document has the sha256 of everything that decides what opening the engine does: config.json,
 each engine file's header (the plan, and names, dtypes, shapes and places of all tensors), every
-cubin and TensorRT plan, and the tokenizer's files. Those are compared whenever a builder is asked
-for, in milliseconds. The sha256 of each whole engine file is in it, too, for the weights' values;
-it takes about a second a gigabyte and is compared only when asked for.
+cubin and TensorRT plan, and the tokenizer's files. Those are compared whenever a trusted builder is
+given, in milliseconds. The sha256 of each whole engine file is in it, too, for the weights' values;
+it takes about a second per gigabyte and is compared only on request.
 
 What is signed is the document as canonical JSON: sorted keys, no spaces, ASCII.
 """

@@ -153,7 +153,7 @@ def _load(path: Path, data: bytes, half: str, fix: str) -> Any:
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         if is_private and "password" in str(error).lower():
             raise BadKey(
-                f"{path} is protected by a passphrase, and none is asked for",
+                f"{path} is protected by a passphrase, which is not supported",
                 fix=f"a copy without: cp {path} KEY && ssh-keygen -p -N '' -f KEY",
             ) from error
         raise BadKey(f"{path} is no readable {half} key: {error}", fix=fix) from error

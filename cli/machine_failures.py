@@ -28,7 +28,7 @@ def name_failure(error: Exception) -> Failure | None:
         asked = re.search(r"tried to allocate (\d+) bytes", str(error))  # PyTorch's
         message = f"the machine has no {int(asked[1]) / 1e9:.3g} GB left" if asked else str(error)
         message = message or "the machine has too little memory"
-        fix = "free memory, or ask for less at once (batch size, tokens per step, KV cache)"
+        fix = "free memory, or lower the batch size, the tokens per step or the KV cache"
         return Failure(OutOfMemory.__name__, message, fix, OutOfMemory.exit_code)
     if (found := _unloaded(error)) is not None:
         return Failure(MissingPackage.__name__, *found, MissingPackage.exit_code)

@@ -1,4 +1,4 @@
-"""What is asked of engines when they are opened: which ones, and how they use the machine."""
+"""Options with which engines are opened: which engines, and how they use the machine."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class EngineOptions:
             )
         if self.adaptive_draft_len and not self.method.is_drafting:
             raise BadConfig(
-                "adaptive_draft_len is asked for without a draft",
-                fix="leave it out, or give what drafts",
+                "adaptive_draft_len is set without a draft",
+                fix="leave it out, or give a draft method",
             )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise BadConfig(

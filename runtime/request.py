@@ -1,4 +1,4 @@
-"""What a user asks for and what one step runs; `response.py` has what comes back.
+"""A user's requests and the sequences that a step runs; `response.py` has the results.
 
 Plain data, no tensors and no policy. Field names are those of TensorRT-LLM's executor API, in
 snake_case.

@@ -36,6 +36,21 @@ def test_every_path_exists(repository: Path, page: str) -> None:
     assert not missing and not links, (missing, links)
 
 
+def scripts_run_as_files(text: str) -> list[str]:
+    """Commands that name a Python script by its file: its imports need `python -m scripts.…`."""
+    return re.findall(r"(?:`|python3? )(scripts/[\w/]+\.py\s[^`\n]+)", text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_scripts_are_run_as_modules(repository: Path, page: str) -> None:
+    assert not scripts_run_as_files((repository / page).read_text())
+
+
+def test_a_script_run_as_a_file_is_seen() -> None:
+    text = "`scripts/bench/cuda.py`, `python -m scripts.bench.cuda --rows pair`, `scripts/x/y.py A`"
+    assert scripts_run_as_files(text) == ["scripts/x/y.py A"]
+
+
 def test_architecture_is_a_page(repository: Path) -> None:
     assert len((repository / "docs/architecture.md").read_text().splitlines()) <= 100
 

@@ -1,4 +1,4 @@
-"""Compute only the rows that get logits, from the last attention on.
+"""After the last attention, compute only the rows that get logits.
 
 After the last attention every op works row by row, so the gather moves up to it: of a prompt
 chunk of 2,048 tokens, the last layer's output projection and MLP run for one row. Rows are

@@ -1,4 +1,4 @@
-"""Graphs beside the base graph: what they have in common with it becomes one tensor."""
+"""Graphs of draft heads: weights that they share with the base graph become one tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draft heads of an engine of several ranks: each computes a share of the rows of every product.
 
-Rows of a product are sums of their own, so what is gathered has the bits that one rank computes.
-What is between products every rank does, whole:
+Rows of a product are separate sums, so gathered results have the bits that one rank computes. All
+operations between products are replicated on every rank:
 
     share = linear(x)            of a rank's rows
     out = all_gather(share)      in every rank; logits only where they are read whole

@@ -1,1 +1,1 @@
-"""How quantized weights are read from a checkpoint: one module per scheme, and `table.py`."""
+"""How quantized weights are read from a checkpoint: one module per scheme, listed in `table.py`."""

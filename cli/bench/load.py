@@ -156,7 +156,7 @@ def _require_room(
     room = int(config.build_config["max_seq_len"])
     if num_prompt_tokens + max_tokens > room:
         raise PromptTooLong(
-            f"row {index} has {num_prompt_tokens} prompt tokens and asks for {max_tokens}; the "
+            f"row {index} has {num_prompt_tokens} prompt tokens and requests {max_tokens}; the "
             f"engine's max_seq_len is {room}",
             fix="use shorter rows, or rebuild the engine with a larger --max-seq-len",
         )

@@ -198,7 +198,7 @@ def more_at_once(report: Mapping[str, Any]) -> str | None:
 def advice(sweep: Mapping[str, Any]) -> str:
     """The answer to "which draft length, or which tree?", and whether another run would give it."""
     few = sweep["fewest_rounds"]
-    doubt = f"; {few} rounds are few to tell (ask for longer outputs or more requests)"
+    doubt = f"; {few} rounds are too few to be sure (use longer outputs or more requests)"
     return f"{_advised(sweep)}{doubt if few < ENOUGH_ROUNDS else ''}"
 
 

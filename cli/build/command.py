@@ -141,7 +141,7 @@ def _build(
     max_draft_len: Annotated[
         int | None,
         typer.Option(
-            "--max-draft-len", help="Draft tokens a target engine can verify at once. (default: 0)"
+            "--max-draft-len", help="Draft tokens per sequence and step to verify. (default: 0)"
         ),
     ] = None,
     speculative_decoding_mode: Annotated[

@@ -46,7 +46,7 @@ def with_draft_ranks(
         return request
     _require_draft(wanted, request)
     if wanted != AUTO:
-        chosen, why = int(wanted), "as asked for"
+        chosen, why = int(wanted), "as requested"
     else:
         chosen, why = _choose(request, partial(plan, with_binaries=False), gpu)
     how = "replicated" if chosen == 1 else "sharded"

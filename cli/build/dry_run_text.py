@@ -121,4 +121,4 @@ def _grid(grid: Mapping[str, Any], max_batch_size: int) -> Iterator[str]:
         for length, sizes, most in rows
     ]
     yield from table([head, *cells], right=range(len(head)))
-    yield f"more than {max_batch_size} at once need --max-batch-size"
+    yield f"batches of more than {max_batch_size} need a larger --max-batch-size"

@@ -50,7 +50,7 @@ def limits_note(
         if found["fits"] and batch * length <= found["max_kv_tokens"]:
             more = found["needed_bytes"] - own["needed_bytes"]
             return (
-                f"{request.max_batch_size} requests run at once, with {request.max_num_tokens} "
+                f"{request.max_batch_size} requests run together, with {request.max_num_tokens} "
                 f"tokens a step (the defaults); {memory.name} has room for {batch} of {length} "
                 f"tokens: --max-batch-size {batch} --max-num-tokens {tokens} "
                 f"(takes {size(more)} from the KV cache)"

@@ -49,11 +49,11 @@ class UniformLengths:
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise BadConfig(
-                f"lengths from {self.least} to {self.most} are asked for; the smaller one must be "
+                f"lengths from {self.least} to {self.most} are requested; the smaller one must be "
                 "at least 1 and come first"
             )
         if self.most > _MOST:
-            raise BadConfig(f"lengths up to {self.most} are asked for; {_MOST} is the most")
+            raise BadConfig(f"lengths up to {self.most} are requested; {_MOST} is the maximum")
 
     def draw(self, generator: np.random.Generator) -> int:
         """One length."""

@@ -107,7 +107,7 @@ def summary(written: Written, num_asked: int | None = None) -> str:
     ]
     count = f"{num_rows} request{'' if num_rows == 1 else 's'}"
     if num_asked is not None and num_asked > num_rows:
-        count += f" of the {num_asked} asked for, as the file has no more"
+        count += f" of the {num_asked} requested, as the file has no more"
     return f"{count}: {'; '.join(parts)}"
 
 

@@ -92,7 +92,7 @@ def _windows(
         count = lengths.draw(generator)
         if count > len(ids):
             raise BadConfig(
-                f"{options.path} has {len(ids)} tokens; a prompt of {count} is asked for",
+                f"{options.path} has {len(ids)} tokens; a prompt of {count} is requested",
                 fix="lower --input-len-dist, or use a longer text",
             )
         start = int(generator.integers(0, len(ids) - count + 1))

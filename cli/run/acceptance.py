@@ -28,7 +28,7 @@ def check_rules(method: DraftMethod, rows: Sequence[Row], *, is_verifying: bool)
         require_drafts("--typical-acceptance is about drafts, and there are none", method)
         if method.acceptance != "tokens":
             raise BadConfig(
-                f"--typical-acceptance and acceptance by {method.acceptance} are both asked for",
+                f"--typical-acceptance and acceptance by {method.acceptance} are both requested",
                 fix="set use_logits to False in --draft-target-model-config",
             )
         if all(config.is_greedy for config in configs):

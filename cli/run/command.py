@@ -85,7 +85,7 @@ def run(
     """Generate text with an engine, alone or with a draft engine.
 
     Outputs go to stdout, everything else to stderr. With a draft the outputs are identical to
-    those without, unless acceptance by logits or --typical-acceptance is asked for.
+    those without, unless acceptance by logits or --typical-acceptance is requested.
 
     Examples:
       llmctl run --engine-dir out/target --max-output-len 64 --input-text 'def read_lines(path):'

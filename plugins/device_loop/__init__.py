@@ -1,1 +1,1 @@
-"""The bookkeeping of speculative rounds on the device: inputs of the next pass, and acceptance."""
+"""Kernels of speculative rounds on the device: the inputs of the next pass, and acceptance."""

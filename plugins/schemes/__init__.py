@@ -1,1 +1,1 @@
-"""Weight schemes: how linears' weights are stored, packed and multiplied. `table.py` lists them."""
+"""Schemes: how linear layers' weights are stored, packed and multiplied. `table.py` lists them."""

@@ -89,8 +89,7 @@ class ExecutorConfig:
         """Raise BadConfig for a request with another lossy rule than this one."""
         if self.acceptance != "tokens" and request.sampling_config.accepts_typical:
             raise BadConfig(
-                "the request asks for typical acceptance, and drafts are accepted by "
-                f"{self.acceptance}",
+                f"the request has typical acceptance, and drafts are accepted by {self.acceptance}",
                 fix="choose one of the two: leave typical_acceptance out, or use_logits False",
             )
 
@@ -101,7 +100,7 @@ class ExecutorConfig:
             if asked is not None and asked > most:
                 raise BadConfig(
                     f"{name} is {asked}; the engine was built for {most}",
-                    fix=f"rebuild the engine with a larger --{name}, or ask for less",
+                    fix=f"rebuild the engine with a larger --{name}, or request less",
                 )
         return replace(
             engine,

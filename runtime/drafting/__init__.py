@@ -1,1 +1,1 @@
-"""Ways to draft tokens: a folder per method; `length/` decides how many."""
+"""Draft methods, one folder each; `length/` decides how many tokens are drafted."""

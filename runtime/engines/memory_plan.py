@@ -112,7 +112,7 @@ def require_host_memory(num_bytes: int) -> None:
     free = free_memory_bytes()
     if num_bytes > free:
         raise OutOfMemory(
-            f"--kv-cache-host-memory-bytes asks for {num_bytes / 1e9:.2f} GB; {free / 1e9:.2f} GB "
+            f"--kv-cache-host-memory-bytes is {num_bytes / 1e9:.2f} GB; {free / 1e9:.2f} GB "
             "of host memory are free",
             fix="lower --kv-cache-host-memory-bytes",
         )

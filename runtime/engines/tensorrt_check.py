@@ -43,7 +43,7 @@ def require_tensorrt(config: EngineConfig) -> Any:
 
 def require_machine(backend: str) -> Any:
     """The package of a backend on a machine whose GPU it serves. Raises as `require_tensorrt`."""
-    _require_gpu(backend, f"backend {backend!r} (package {PACKAGES[backend]}) is asked for")
+    _require_gpu(backend, f"backend {backend!r} (package {PACKAGES[backend]}) is requested")
     return load_package(backend)
 
 

@@ -1,7 +1,7 @@
 """Paged KV cache bookkeeping: which block holds what, and who may use it. Integers only.
 
-manager.py      leases of sequences: attach, reserve, publish, release
-store.py        free blocks, cached ones, those in host memory, and how they move between these
+manager.py      the blocks that a sequence holds: attach, reserve, publish, release
+store.py        free, cached and host-memory blocks, and how blocks move between these states
 radix_tree.py   full blocks by content
 eviction.py     the order in which unused blocks are evicted
 events.py       events about cached blocks, for external readers

@@ -1,1 +1,1 @@
-"""Generation on the device: draft, verify and accept without the host."""
+"""Device rounds: drafting, verification and acceptance on the GPU without waiting for the host."""

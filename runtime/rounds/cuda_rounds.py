@@ -1,11 +1,11 @@
-"""Rounds as CUDA graphs: drafting, verification with acceptance, and, for what drafts with a cache
-that is not as the next round needs it, the reading of what was committed.
+"""Rounds as CUDA graphs: drafting, verification with acceptance, and, for draft methods whose KV
+cache has to be updated before the next round, a graph that reads the committed tokens.
 
 All read and write the request state on the device, so a round is two or three graph launches. Its
 record is written to pinned host memory and is valid once its event has passed. A capture takes as
 long as ten steps. So without drafts, and with adaptive draft lengths, the graphs of greedy rounds
-with short contexts are captured before the first request, and others while there are no requests;
-what is left when a batch size, a way of sampling or a context bucket is first needed.
+with short contexts are captured before the first request, others while there are no requests, and
+the rest when a batch size, a sampling mode or a context bucket is first needed.
 """
 
 from __future__ import annotations

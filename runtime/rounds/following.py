@@ -1,8 +1,8 @@
-"""Rounds of ranks with a GPU each: all draft, verify and accept alike, from the same state.
+"""Device rounds of several ranks, a GPU each: all draft, verify and accept from equal state.
 
-Rank 0 hands on what it asks of its runner (`LeadingRounds`), and every other rank asks the same of
-its own (`FollowingRounds`); what a round committed is read from rank 0's record alone. So nothing
-but sums and logits goes from one GPU to another.
+Rank 0 forwards the calls of its round runner (`LeadingRounds`), and every other rank makes the same
+calls of its own (`FollowingRounds`); what a round committed is read from rank 0's record alone. So
+only sums and logits are exchanged between GPUs.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A prompt that arrives waits for every round that is enqueued. So the next one is enqueued when the
 one in flight is half over, and a prompt that arrives before that waits for the one in flight alone.
-Where the host turns out to be late, because others use its cores, rounds are enqueued at once for a
-while.
+If the host proves to be late, because other processes use its cores, rounds are enqueued without
+this delay for a while.
 """
 
 from __future__ import annotations

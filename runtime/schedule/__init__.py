@@ -1,1 +1,1 @@
-"""Which sequences run in a step and how much of each. Integers only."""
+"""Which sequences run in a step, and how many tokens of each. Integers only."""

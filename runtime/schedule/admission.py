@@ -87,12 +87,12 @@ def refuse_small_steps(config: SchedulerConfig, limits: Limits, cuts: Cuts) -> N
         raise BadConfig(
             f"max_num_tokens is {limits.max_num_tokens}; the engine reads prompts with FP8 "
             f"products, {cuts.group} tokens at a time",
-            fix=f"ask for at least {cuts.group}, or rebuild with --use_fp8_context_fmha disable",
+            fix=f"use at least {cuts.group}, or rebuild with --use_fp8_context_fmha disable",
         )
     raise BadConfig(
         f"max_num_tokens is {limits.max_num_tokens}, less than one block of "
         f"{cuts.block} tokens, the smallest context chunk",
-        fix=f"ask for at least {cuts.block}, or rebuild with a larger --max_num_tokens or a "
+        fix=f"use at least {cuts.block}, or rebuild with a larger --max_num_tokens or a "
         "smaller --tokens_per_block",
     )
 
@@ -137,7 +137,7 @@ def refuse_unservable(
         raise OutOfMemory(
             f"a sequence of {sequence.max_len} tokens needs {num_blocks} KV blocks; the cache "
             f"has {kv_cache.num_usable_blocks} of {kv_cache.tokens_per_block} tokens",
-            fix="ask for fewer output tokens, or raise --kv_cache_free_gpu_memory_fraction (and "
+            fix="request fewer output tokens, or raise --kv_cache_free_gpu_memory_fraction (and "
             "--max_tokens_in_paged_kv_cache, if that is given)",
         )
 

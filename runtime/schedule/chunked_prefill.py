@@ -1,4 +1,4 @@
-"""How many tokens of which prompt one step reads.
+"""How many tokens of each prompt a step computes.
 
 All chunks except a prompt's last end at block boundaries, so chunks are whole numbers of blocks,
 except the first one after a partial-block hit, which completes that block. Tokens whose attention

@@ -1,9 +1,9 @@
 """Which sequences run in the next step, how many tokens of each, in which blocks. Integers only.
 
-`schedule()` plans generation first (one root token each), then context chunks, then draft tokens;
-drafts are reduced before context starves or a sequence is paused, and generation waits a step for a
-prompt that may not be cut and fits only alone. Which sequences may start is
-decided by `runtime.schedule.capacity`, in which order by `runtime.schedule.waiting_queue`.
+`schedule()` plans generation first (one root token each), then prompt chunks, then draft tokens.
+Drafts are reduced before prompts starve or a sequence is paused. Without chunked prefill,
+generation waits one step for a prompt that fits only alone. `runtime.schedule.capacity` decides
+which sequences may start, `runtime.schedule.waiting_queue` in which order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The sequences that hold no blocks, in the order in which they may start.
 
-Paused sequences come first, the earliest started before the others. Of the rest the highest
-priority is next, among equals the oldest. To prevent starvation by a stream of higher priorities,
-the oldest is next after MOST_OVERTAKES later sequences have started before it: a sequence that
-finds n others waiting is one of the next (n + 1) * (MOST_OVERTAKES + 1) to start.
+Paused sequences come first, in the order in which they first started. Of the rest, the one with the
+highest priority is next, among equals the oldest. To prevent starvation by a stream of higher
+priorities, the oldest is next after MOST_OVERTAKES later sequences have started before it: a
+sequence that finds n others waiting is one of the next (n + 1) * (MOST_OVERTAKES + 1) to start.
 """
 
 from __future__ import annotations

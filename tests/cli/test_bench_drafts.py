@@ -142,7 +142,7 @@ def test_the_shortest_length_of_the_fastest_is_recommended_and_none_where_drafts
     assert "--draft-len 2 (199 tok/s per user, 1.99 x" in advice(sweep(100, 150, 199, 200))
     assert advice(sweep(100, 90, 99)) == "recommended: no drafts; no draft length is faster"
     assert sweep(100) is None
-    assert "99 rounds are few to tell" in advice(sweep(100, 150, rounds=99))
+    assert "99 rounds are too few to be sure" in advice(sweep(100, 150, rounds=99))
 
 
 def test_a_tree_is_recommended_where_no_length_is_as_fast():

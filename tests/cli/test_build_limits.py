@@ -50,7 +50,7 @@ def test_the_most_that_the_memory_holds_is_advised(plan, num_gb, limits) -> None
     if limits is None:
         assert note is None
         return
-    assert note is not None and note.startswith("8 requests run at once, with 2048 tokens a step")
+    assert note is not None and note.startswith("8 requests run together, with 2048 tokens a step")
     assert "--max-batch-size {} --max-num-tokens {} ".format(*limits) in note
     # what is advised fits, with so many sequences of 2,048 tokens
     larger = plan(replace(request, max_batch_size=limits[0], max_num_tokens=limits[1]))
@@ -79,8 +79,8 @@ def test_cpu_engines_and_dry_runs_are_told_nothing(llmctl, engines, folder, tmp_
     options: list[Any] = ["--output-dir", tmp_path / "e", "--max-seq-len", 64]
     done = llmctl("build", "--checkpoint-dir", engines.target_checkpoint, "--backend", "cpu",
                   *options)  # fmt: skip
-    assert done.code == 0 and "requests run at once" not in done.err
+    assert done.code == 0 and "requests run together" not in done.err
     done = llmctl("build", "--checkpoint-dir", folder, "--backend", "cuda", "--load-format",
                   "planted", "--dry-run", "--gpu", "h100", "--json", *options)  # fmt: skip
-    assert done.code == 0 and "requests run at once" not in done.err
+    assert done.code == 0 and "requests run together" not in done.err
     assert json.loads(done.out)["max_batch_size"] == 8

@@ -204,7 +204,7 @@ def test_fewer_rows_than_were_asked_for_are_said(llmctl, demo, tmp_path):
     path.write_text("def add(a, b):\n", encoding="utf-8-sig")
     text = ("text", "--input-file", path, "--output-len-dist", "5,0", "--num-requests")
     done = llmctl("dataset", "--tokenizer", demo, *text, 3)
-    assert done.err.startswith("1 request of the 3 asked for, as the file has no more: "), done.err
+    assert done.err.startswith("1 request of the 3 requested, as the file has no more: "), done.err
     assert llmctl("dataset", "--tokenizer", demo, *text, 1).err.startswith("1 request: input")
     wanted = AutoTokenizer.from_pretrained(demo)("def add(a, b):").input_ids
     assert json.loads(done.out)["input_ids"] == wanted, "the byte order mark is no part of it"

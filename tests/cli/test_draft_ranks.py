@@ -57,8 +57,8 @@ def test_gpus_that_no_link_joins_get_one_rank(llmctl, config_only) -> None:
     ("option", "ranks", "said"),
     [
         (("--draft-tp", "auto"), 1, "replicated (ranks share the cores and memory"),
-        (("--draft_tp=1",), 1, "replicated (as asked for)"),
-        (("--draft_tp", "2"), 2, "sharded (as asked for)"),
+        (("--draft_tp=1",), 1, "replicated (as requested)"),
+        (("--draft_tp", "2"), 2, "sharded (as requested)"),
     ],
 )
 def test_a_draft_of_either_kind_changes_no_text(

@@ -66,7 +66,7 @@ def test_a_row_asks_for_itself(run, drafting, tmp_path):
         (TYPICAL, False, "--typical-acceptance is about drafts"),
         ([*TYPICAL, "--temperature", "0"], True, "all are greedy"),
         ([*TYPICAL, "--verify-exact"], True, "accepted typically"),
-        ([*TYPICAL, "--draft-target-model-config", "[4,[0],[0],True]"], True, "both asked for"),
+        ([*TYPICAL, "--draft-target-model-config", "[4,[0],[0],True]"], True, "both requested"),
         (["--typical-acceptance", "0.09"], True, "THRESHOLD,ALPHA"),
         (["--typical-acceptance", "0.09,x"], True, "THRESHOLD,ALPHA"),
         (["--typical-acceptance", "nan,0.3"], True, "THRESHOLD,ALPHA"),

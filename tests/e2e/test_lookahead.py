@@ -182,7 +182,7 @@ def test_from_the_command_line(demo: DemoPair, engine: Path, tmp_path: Path) -> 
     for options, found in (
         (("--lookahead-config", "[6,3,5]"), "is 21 drafts a round"),
         (("--lookahead-config", "[6,3]"), "it must have the form"),
-        (("--lookahead-config", "auto", "--draft-len", "20"), "20 drafts a round are asked"),
+        (("--lookahead-config", "auto", "--draft-len", "20"), "20 drafts per round are requested"),
         (("--lookahead-config", "auto", "--ngram-config", "[4,2,[0]]"), "one method drafts at a"),
     ):
         done = run("--engine_dir", folder, *options)

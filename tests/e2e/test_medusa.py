@@ -118,7 +118,7 @@ def test_from_the_command_line(demo: DemoPair) -> None:
         texts.add(done.stdout)
     assert len(texts) == 1
     for options, found in (
-        (("--medusa_choices", "mc_sim_7b_63"), "63 drafts a round are asked for"),
+        (("--medusa_choices", "mc_sim_7b_63"), "63 drafts per round are requested"),
         (("--medusa_choices", "[[0, 0, 0, 0, 0]]"), "a path of 5 tokens; the engine has 4 heads"),
         (("--medusa_choices", "auto", "--ngram-config", "[4,2,[0]]"), "one method drafts at a"),
         (("--ngram-config", "[4,2,[0]]"), "cannot verify drafts"),

@@ -176,7 +176,10 @@ def test_from_the_command_line(demo: DemoPair, engine: Path) -> None:
     assert len(texts) == 1
     for options, found in (
         (("--redrafter-num-beams", "4"), "--redrafter-num-beams is 4; the engine was built for 3"),
-        (("--redrafter-num-beams", "auto", "--draft-len", "16"), "16 drafts a round are asked"),
+        (
+            ("--redrafter-num-beams", "auto", "--draft-len", "16"),
+            "16 drafts per round are requested",
+        ),
         (("--redrafter-num-beams", "auto", "--medusa-choices", "auto"), "one method drafts at a"),
         (("--medusa-choices", "auto"), "no Medusa heads"),
         (("--ngram-config", "[4,2,[0]]"), "cannot verify drafts"),

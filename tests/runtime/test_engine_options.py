@@ -32,7 +32,7 @@ from llmctl.runtime.schedule.admission import Limits, SchedulerConfig
             "must be a member of CapacitySchedulerPolicy .MAX_",
         ),
         ({"context_chunking_policy": "equal_progress"}, "a member of ContextChunkingPolicy"),
-        ({"adaptive_draft_len": True}, "adaptive_draft_len is asked for without a draft"),
+        ({"adaptive_draft_len": True}, "adaptive_draft_len is set without a draft"),
         ({"max_tokens": 0}, "max_tokens of the KV cache is 0"),
         ({"rank_timeout_s": float("nan")}, "--rank-timeout is nan"),
         ({"host_memory_bytes": 1 << 20, "enable_block_reuse": False}, "block reuse is off"),

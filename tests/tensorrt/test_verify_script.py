@@ -96,7 +96,7 @@ def test_every_form_is_among_the_cases() -> None:
 @pytest.mark.parametrize(
     "capability, arguments, code, message",
     [
-        (None, [], 3, "NoDevice: backend 'tensorrt-rtx' (package tensorrt_rtx) is asked for"),
+        (None, [], 3, "NoDevice: backend 'tensorrt-rtx' (package tensorrt_rtx) is requested"),
         ((9, 0), ["--backend", "tensorrt-rtx"], 4, "TensorRT-RTX does not run on NVIDIA H200"),
         ((9, 0), [], 3, "needs the package tensorrt, which"),
     ],

@@ -51,7 +51,7 @@ def make_segment(num_ranks: int) -> int:
     library = load_kernels()
     size = library.llmctl_ranks_bytes(num_ranks)
     if not size:
-        raise Unsupported(f"{num_ranks} ranks are asked for; at most 8 run together")
+        raise Unsupported(f"{num_ranks} ranks are requested; at most 8 run together")
     if not hasattr(os, "memfd_create"):
         raise Unsupported(
             "several ranks share memory by memfd, which this system does not have",

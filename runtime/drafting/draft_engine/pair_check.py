@@ -54,7 +54,7 @@ def require_trees(target: EngineConfig, draft: EngineConfig, tree: DraftTree) ->
         if config.has_fp8_generation:
             rebuild = f"rebuild the {role} with --use_fp8_generation_fmha disable"
             raise Unsupported(
-                f"{OPTION} {tree} asks for trees, and the {role} engine was built with "
+                f"{OPTION} {tree} drafts trees, and the {role} engine was built with "
                 "--use_fp8_generation_fmha enable, whose kernels compute chains",
                 fix=f"leave {OPTION} out, or {rebuild}",
                 general_fix=f"draft chains, or {rebuild}",

@@ -36,7 +36,7 @@ class DraftTree:
         if self.nodes > most:
             raise BadConfig(
                 f"{OPTION} {self}: such a tree has at most {most} drafts",
-                fix=f"ask for {most}, or for a deeper or wider tree",
+                fix=f"use {most}, or a deeper or wider tree",
             )
 
     @property

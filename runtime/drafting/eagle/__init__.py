@@ -1,1 +1,1 @@
-"""Drafts from an EAGLE head: one layer over the target's features."""
+"""Drafts from an EAGLE head: one or several decoder layers that read the target's features."""

@@ -26,7 +26,7 @@ def check_engine(target: EngineConfig, draft_len: int | None) -> int:
     most = int(target.build_config["max_draft_len"])
     if draft_len is not None and draft_len > most:
         raise PairMismatch(
-            f"{draft_len} drafts a round are asked for; the engine was built for {most}",
+            f"{draft_len} drafts per round are requested; the engine was built for {most}",
             fix=f"--draft-len {most}, or rebuild it with --max_draft_len {draft_len}",
         )
     return most if draft_len is None else draft_len

@@ -1,1 +1,1 @@
-"""Drafts that grow level by level from what a head or a draft engine offers."""
+"""Chains and trees of drafts, grown level by level from the logits of a head or a draft engine."""

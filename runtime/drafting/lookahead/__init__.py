@@ -1,1 +1,1 @@
-"""Drafts from the target itself: tokens that it guesses ahead become n-grams that it verifies."""
+"""Lookahead decoding: the target guesses tokens ahead, which become n-grams that it verifies."""

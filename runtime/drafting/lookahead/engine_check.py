@@ -37,7 +37,8 @@ def check_engine(
         )
     if draft_len is not None and draft_len > wanted:
         raise PairMismatch(
-            f"{draft_len} drafts a round are asked for; --lookahead-config [{chosen}] has {wanted}",
+            f"{draft_len} drafts per round are requested; "
+            f"--lookahead-config [{chosen}] has {wanted}",
             fix=f"--draft-len {wanted}, or leave it out",
         )
     return wanted if draft_len is None else draft_len

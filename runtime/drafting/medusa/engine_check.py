@@ -39,7 +39,8 @@ def check_engine(target: EngineConfig, tree: MedusaTree | None, draft_len: int |
     most = int(build["max_draft_len"])
     if wanted > most:
         raise PairMismatch(
-            f"{wanted} drafts a round are asked for; the engine was built for max_draft_len {most}",
+            f"{wanted} drafts per round are requested; "
+            f"the engine was built for max_draft_len {most}",
             fix=f"--draft-len {most} drafts the first {most} nodes of the tree; for all of them "
             f"rebuild with --max_draft_len {wanted}",
         )

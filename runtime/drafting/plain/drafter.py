@@ -26,7 +26,7 @@ class NoDrafter(WithoutWindow):
         super().check(request)
         if request.sampling_config.accepts_typical:
             raise BadConfig(
-                "the request asks for typical acceptance of drafts, and the executor has none",
+                "the request has typical acceptance of drafts, and the executor has none",
                 fix="leave typical_acceptance out, or open the engine with a method that drafts",
             )
 

@@ -41,7 +41,7 @@ def check_engine(
     most = beam_shape(target, num_beams, length).num_drafts
     if draft_len is not None and draft_len > most:
         raise PairMismatch(
-            f"{draft_len} drafts a round are asked for; the beams have {most}",
+            f"{draft_len} drafts per round are requested; the beams have {most}",
             fix=f"--draft-len {most}, or leave it out",
         )
     return most if draft_len is None else draft_len

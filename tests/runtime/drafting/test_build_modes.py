@@ -66,7 +66,7 @@ def test_lookahead_needs_room_and_an_engine_that_verifies_trees():
     assert check("[3,3,2]", target) == 9
     for sizes, draft_len, words in (
         ("[5,3,4]", None, r"\[5,3,4\] is 17 drafts a round, .* built for max_draft_len 15"),
-        ("[4,3,4]", 16, "16 drafts a round are asked for; .* has 15"),
+        ("[4,3,4]", 16, "16 drafts per round are requested; .* has 15"),
         ("auto", None, "built without --lookahead_config"),
     ):
         with pytest.raises(PairMismatch, match=words):

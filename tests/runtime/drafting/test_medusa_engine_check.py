@@ -37,10 +37,10 @@ def test_the_length_is_that_of_the_tree_unless_less_is_asked_for():
         (
             Medusa(MedusaTree(DEFAULT).of_depth(2)),
             engine(),
-            "38 drafts a round are asked for; the engine was built for max_draft_len 5",
+            "38 drafts per round are requested; the engine was built for max_draft_len 5",
             "--draft-len 5",
         ),
-        (Medusa(draft_len=6), engine(), "6 drafts a round", "--max_draft_len 6"),
+        (Medusa(draft_len=6), engine(), "6 drafts per round", "--max_draft_len 6"),
     ],
 )
 def test_what_does_not_fit_is_refused(method, target, found, fix):

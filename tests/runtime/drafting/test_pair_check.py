@@ -169,9 +169,7 @@ def test_engines_whose_attention_computes_chains_draft_no_trees(role):
     target, draft = engines.values()
     assert DraftEngine(Path("draft"), 8).check(target, {ROLE: draft}) == 8
     tree = DraftEngine(Path("draft"), tree=DraftTree(4, 3, 12))
-    with pytest.raises(
-        Unsupported, match=f"4,3,12 asks for trees, and the {role} engine"
-    ) as caught:
+    with pytest.raises(Unsupported, match=f"4,3,12 drafts trees, and the {role} engine") as caught:
         tree.check(target, {ROLE: draft})
     assert caught.value.fix == (
         f"leave --draft-tree out, or rebuild the {role} with --use_fp8_generation_fmha disable"

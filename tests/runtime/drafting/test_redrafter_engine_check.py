@@ -33,7 +33,7 @@ def test_the_length_is_that_of_the_beams_unless_less_is_asked_for():
         (RecurrentDrafting(), engine(2), "no ReDrafter head", "--draft_model_dir HEAD"),
         (RecurrentDrafting(4), engine(), "--redrafter-num-beams is 4; .* built for 3", "beams 3"),
         (RecurrentDrafting(3, 5), engine(), "len-per-beam is 5; .* built for 4", "rebuild it with"),
-        (RecurrentDrafting(2, 2, 5), engine(), "5 drafts a round are asked for; .* 4", "len 4"),
+        (RecurrentDrafting(2, 2, 5), engine(), "5 drafts per round are requested; .* 4", "len 4"),
     ],
 )
 def test_what_does_not_fit_is_refused(method, target, found, fix):

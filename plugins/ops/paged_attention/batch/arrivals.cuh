@@ -1,4 +1,4 @@
-// How warps of batch.cu that share a context wait for each other, by a counter that is zero before and after a launch.
+// Synchronization of the warps of batch.cu that share a context: a counter that is zero before and after a launch.
 #pragma once
 
 #include "ops/paged_attention/shared/units.cuh"

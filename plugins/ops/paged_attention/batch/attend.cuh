@@ -1,4 +1,4 @@
-// Attention of a warp of batch.cu to a part of a context: tiles through its ring, queries, work items.
+// How a warp of batch.cu attends to its part of a context: tiles through its ring, queries, work items.
 #pragma once
 
 #include "ops/paged_attention/batch/parts.cuh"

@@ -1,29 +1,32 @@
-// Paged attention of many requests with few tokens each: a warp for each request and KV head.
+// Paged attention of many requests with few tokens each: one warp per request and KV head.
 //
-// Computes the same bits as the Triton kernels (triton/state.py says how) and as
-// generation.cu. There the 64 rows of a product are mostly empty when every request has one token;
-// here keys are the rows of products and the request's COLUMNS query rows their columns, and a warp
-// keeps everything except the tiles in registers. Tiles are loaded by asynchronous copies into a ring of
-// SLOTS; WARPS to a multiprocessor together keep the memory busy.
+// Computes the same bits as the Triton kernels (triton/state.py says how) and as generation.cu. There the 64 rows of a
+// product are mostly empty if every request has one token; here keys are the rows (M) of products, the request's query
+// rows are their COLUMNS columns (N), and a warp keeps everything except the tiles in registers. Tiles are loaded by
+// asynchronous copies into a ring of SLOTS; the WARPS warps of a multiprocessor together saturate the memory.
 //
 // A long context is divided into parts, one warp each. A work item (`unit` in the code, see shared/tiles.py) is a range of
 // tiles with its own softmax state. The first part merges its work items; every other work item is stored separately, and
 // all of them are merged from left to right. Three kinds of binaries do that:
-// - neither TOGETHER nor SEVERAL: parts of part_tiles tiles of each context, if at all. The warp that finishes last merges.
-// - TOGETHER: all warps run at once, as many for each of a few contexts. Some wait for all others of the context, and each
-//   of these merges a share of the dimensions (merge.cuh).
-// - and SEVERAL: they share the contexts of all requests, by their lengths in this step (parts.cuh).
+// - neither TOGETHER nor SEVERAL: contexts are not divided, or into parts of part_tiles tiles. The warp that finishes last
+//   merges.
+// - TOGETHER: all warps run concurrently, equally many for each of a few contexts. Some wait for all others of the
+//   context, and each of these merges a share of the dimensions (merge.cuh).
+// - TOGETHER and SEVERAL: the warps are divided among the contexts of all requests by their lengths in this step
+//   (parts.cuh).
 //
-// Keys and values are read once and leave L2 first, so that work items are merged before they are written to memory.
+// Keys and values are read once and marked to leave L2 first, so that work items are merged before they are evicted to
+// memory.
 //
-// Tiles that hold no key of this step are copied before the kernel that writes those has ended: a kernel that writes the
-// cache lets others start only after its own wait (WRITES_CACHE in epilogue.cuh), so all before it has ended by then.
+// Tiles that hold no key of this step are copied before the kernel that writes this step's keys has ended: a kernel that
+// writes the cache lets others start only after its own wait (WRITES_CACHE in epilogue.cuh), so by then everything before
+// it has ended.
 //
-// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
-// for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two), COLUMNS (8 | 16: at least the rows
-// of a request), SLOTS, WARPS, QUERY_BYTES (of shared memory; 0: queries stay in registers), UNIT (tiles
-// of the first work items), MOST_UNIT (of the last ones), TOGETHER, SEVERAL, KEPT_BYTES, K_SCALE, V_SCALE,
-// STATIC. Grid: parts, KV heads, requests; SEVERAL: warps, KV heads. One warp per block.
+// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads per KV head), SIZE
+// (64 | 128), TOKENS_PER_BLOCK (a power of two), COLUMNS (8 | 16: at least the rows of a request), SLOTS, WARPS,
+// QUERY_BYTES (of shared memory; 0: queries stay in registers), UNIT (tiles of the first work items), MOST_UNIT (of the
+// last ones), TOGETHER, SEVERAL, KEPT_BYTES, K_SCALE, V_SCALE, STATIC.
+// Grid: parts, KV heads, requests; SEVERAL: warps, KV heads. One warp per block.
 
 #include "ops/paged_attention/batch/attend.cuh"
 #include "ops/paged_attention/batch/merge.cuh"

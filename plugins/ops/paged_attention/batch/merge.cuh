@@ -1,9 +1,9 @@
 // How work items of a context that several warps of batch.cu share are merged, from left to right.
 //
-// Where all warps of the launch run at once, some wait for all others; each of these takes lines of the states, one sum
-// a lane, and goes through all stored entries. What an entry and all before it are multiplied by depends on their
-// largest logits alone, so all lanes find these factors first, each those of some entries, while the sums are on their way.
-// Elsewhere the warp that comes last merges whole states, with as many on their way as its ring has room for.
+// If all warps of the launch run concurrently, some wait for all others; each of these takes lines of the states, one sum
+// per lane, and goes through all stored entries. The factors of an entry and of all before it depend only on their largest
+// logits, so the lanes compute these factors first, each for some entries, while the sums are being loaded.
+// Otherwise the warp that finishes last merges whole states, with as many in flight as its ring has room for.
 #pragma once
 
 #include "ops/paged_attention/batch/arrivals.cuh"

@@ -1,11 +1,12 @@
-// How the contexts of a step are divided into parts, for warps that all run at once and share each KV head's contexts.
+// How the contexts of a step are divided into parts, for warps that all run concurrently and share the contexts of a KV head.
 //
-// Contexts of about the same length are divided into as many parts each. Otherwise all warps of a head have the same number of
-// tiles, T. From contexts that have as many, warps take T tiles each. What is left of these, and the shorter ones, lie in a
-// row, one after the other, which other warps cut every T tiles, so that one may have parts of several. Of a context that is
-// cut in the row the later tiles lie first: who has its first tiles has these first, and who has the others has these last
-// and goes on where the first one stopped. All warps read all lengths and find the same parts. Where a context is cut
-// changes no bit: cuts lie between work items, which are merged in the same order.
+// Contexts of about the same length are divided into equally many parts. Otherwise all warps of a head get the same number
+// of tiles, T: from contexts of T tiles or more, warps take T tiles each. The remainders of these, and the shorter contexts,
+// are concatenated, and the sequence is cut every T tiles for the other warps, so that a warp may have parts of several
+// contexts. Within the sequence, the later tiles of a context that is cut come first: the warp that has the context's
+// first tiles processes them first, and the warp that has the later tiles processes them last and continues where the first
+// one stopped. All warps read all lengths and compute the same parts. Where a context is cut changes no bit: cuts are
+// between work items, which are merged in the same order.
 #pragma once
 
 #include "ops/paged_attention/shared/units.cuh"

@@ -1,8 +1,8 @@
-// What a warp of batch.cu does with a tile: copy it and multiply. shared/units.cuh says where tiles are stored.
+// How a warp of batch.cu copies and multiplies a tile. shared/units.cuh says where tiles are stored.
 //
-// Products are mma.sync with the tile as left operand, 16 keys (or 16 dimensions of the values)
-// high, and the rows of queries as its 8 columns. A column's bits are those of a row of the wgmma
-// products of the other kernels: the same 16 products at a time, in the same order.
+// Products are mma.sync with the tile as A operand, 16 keys (or 16 dimensions of the values) high, and the query rows as
+// its 8 columns. A column's bits are those of a row of the wgmma products of the other kernels: the same 16 products at a
+// time, in the same order.
 #pragma once
 
 #include "ops/paged_attention/shared/widen.cuh"

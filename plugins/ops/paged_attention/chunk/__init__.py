@@ -1,1 +1,1 @@
-"""Context chunks, and the tiles that are converted for them."""
+"""Context chunks, and the conversion of their tiles to 16 bits."""

@@ -1,20 +1,20 @@
 // Paged attention of context chunks: many query tokens of a request against its cached keys.
 //
-// Computes the same bits as the Triton kernels (triton/state.py says how), like
-// generation.cu, whose work items of tiles (`unit`, shared/unit_state.cuh) it computes for 128 rows: query tokens
-// times the query heads of one KV head.
+// Computes the same bits as the Triton kernels (triton/state.py says how) and as generation.cu: the same work items
+// (ranges of tiles, `unit` in the code, shared/unit_state.cuh), here for 128 rows (query tokens times the query heads of
+// one KV head).
 //
-// Each persistent thread block (one per multiprocessor) processes one item after another: a block of query
-// tokens for one KV head (load.cuh). Four warps load and convert keys and values through rings of STAGES
-// tiles; two warpgroups compute 64 rows each. The logits of a tile and the values of the previous tile are
-// products that start together, and what one warpgroup does between them overlaps with those of the other.
+// Each persistent thread block (one per multiprocessor) processes one item after another: a block of query tokens for
+// one KV head (load.cuh). Four producer warps load and convert keys and values through rings of STAGES tiles; two
+// compute warpgroups process 64 rows each. The product for a tile's logits and the product with the previous tile's
+// values are issued together, and one warpgroup's softmax overlaps with the other's products.
 //
-// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
-// for each), SIZE (of a head, a multiple of 64), TOKENS_PER_BLOCK (a power of two), STAGES, WARPGROUPS (2), UNIT,
-// K_SCALE, V_SCALE, STATIC, IMAGES (whether images.cu has converted the tiles of the launch's heads: then one thread
-// copies them), HAS_CONTEXT (whether tokens before `context_ends` have FP8 products, which are chunk_fp8.cu's; without
-// IMAGES), ENDS (so many tokens at the end of each request are computed; 0: all).
-// Grid: at most one per multiprocessor. `counter` is zero before and after.
+// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads per KV head), SIZE
+// (of a head, a multiple of 64), TOKENS_PER_BLOCK (a power of two), STAGES, WARPGROUPS (2), UNIT, K_SCALE, V_SCALE,
+// STATIC, IMAGES (whether images.cu has converted the tiles of the launch's heads: then one thread copies them),
+// HAS_CONTEXT (whether tokens before `context_ends` have FP8 products and are left to chunk_fp8.cu; without IMAGES), ENDS
+// (number of tokens computed at the end of each request; 0: all).
+// Grid: at most one thread block per multiprocessor. `counter` is zero before and after.
 
 #include "ops/paged_attention/chunk/rows.cuh"
 #if IMAGES

@@ -1,10 +1,12 @@
-// Keys and values of requests with context chunks as operands of tensor cores, for chunk.cu.
+// Converts keys and values of requests with context chunks to tensor-core operands ("images"), for chunk.cu.
 //
-// Each block of query tokens reads all keys before it, so bytes would be converted once per block: 16 tokens of 8 query
-// heads each. Here that is done once, and chunk.cu copies what it needs. Zeros follow a request's last key.
+// Each block of query tokens (16 tokens of 8 query heads) reads all keys before it, so without this kernel every byte
+// would be converted once per block. Here it is converted once, and chunk.cu copies the result. Zeros follow a request's
+// last key.
 //
-// Macros: those of shared/operands.cuh. Grid: any, of which eight thread blocks (four of 16-bit types) fit a multiprocessor; each takes
-// one tile of a head after another.
+// Macros: those of shared/operands.cuh.
+// Grid: any size; eight thread blocks (four for 16-bit types) fit on a multiprocessor. Each processes one tile of a head
+// after another.
 
 #include "ops/paged_attention/chunk/image_places.cuh"
 

@@ -1,4 +1,5 @@
-// What the first four warps of chunk.cu, and partly of tree.cu, do: choose what the block computes, load keys and values.
+// The first four warps (producers) of chunk.cu, partly also of tree.cu: they choose the block's next item and load keys and
+// values.
 #pragma once
 
 #include "ops/paged_attention/chunk/shared.cuh"

@@ -1,4 +1,4 @@
-// What the warps of chunk.cu and tree.cu that compute 64 rows do: attend to tiles of keys, merge work items, store.
+// The warps of chunk.cu and tree.cu that compute 64 rows: they attend to tiles of keys, merge work items and store results.
 #pragma once
 
 #include "ops/paged_attention/chunk/load.cuh"

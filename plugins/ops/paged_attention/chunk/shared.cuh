@@ -1,4 +1,4 @@
-// What is in a thread block's shared memory of chunk.cu, chunk_fp8.cu and tree.cu.
+// The layout of a thread block's shared memory in chunk.cu, chunk_fp8.cu and tree.cu.
 #pragma once
 
 #include "ops/paged_attention/shared/operands.cuh"

@@ -1,1 +1,1 @@
-"""Context chunks whose products are of FP8 numbers."""
+"""Context chunks with FP8 products."""

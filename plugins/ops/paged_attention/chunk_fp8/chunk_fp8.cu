@@ -1,13 +1,14 @@
-// Paged attention of context chunks with FP8 products: tokens before their request's `context_ends`, the others being
-// chunk.cu's. What a token is computed with follows from its sequence alone, and so do its bits; reference.py has
-// the arithmetic.
+// Paged attention of context chunks with FP8 products: tokens before their request's `context_ends`; chunk.cu computes
+// the others. The arithmetic of a token depends on its sequence alone, and so do its bits; reference.py has the
+// arithmetic.
 //
 // Items and rings are those of chunk.cu (chunk/load.cuh). images_fp8.cu has written keys and values as operands, and
-// each warpgroup loads its queries itself. Values have one more dimension, ones, so that products give sums of weights, too.
+// each warpgroup loads its own queries. Values have one more dimension, all ones, so that the products also give the
+// sums of softmax weights.
 //
-// Macros: those of chunk.cu, with FP8_PRODUCTS 1, TILE_KEYS 128, CHAIN, UNIT and MOST_UNIT (in such tiles), RAISE and WEIGHT_POWER;
-// EVERY_TOKEN 1 where all tokens have FP8 products, whatever `context_ends` has.
-// Grid: at most one per multiprocessor. `counter` is zero before and after.
+// Macros: those of chunk.cu, with FP8_PRODUCTS 1, TILE_KEYS 128, CHAIN, UNIT and MOST_UNIT (in such tiles), RAISE and
+// WEIGHT_POWER; EVERY_TOKEN 1 if all tokens have FP8 products, whatever `context_ends` says.
+// Grid: at most one thread block per multiprocessor. `counter` is zero before and after.
 
 #include "ops/paged_attention/chunk/images.cuh"
 #include "ops/paged_attention/chunk_fp8/merge.cuh"

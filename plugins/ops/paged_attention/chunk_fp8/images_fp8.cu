@@ -1,12 +1,12 @@
-// Keys and values of requests with context chunks as operands of FP8 products, for chunk_fp8.cu: of each request that has
-// tokens before its `context_ends` all keys up to the last of these tokens, with zeros behind them.
+// Writes keys and values of requests with context chunks as operands of FP8 products, for chunk_fp8.cu: for each request
+// that has tokens before its `context_ends`, all keys up to the last of these tokens, followed by zeros.
 //
-// Keys are rows of 128 bytes as in the cache. Values are transposed: a row is a dimension, and its 128 bytes are the tile's
-// keys in the order in which threads have their weights, of each 16 keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t for t from 0 to 3.
-// Both have the 128-byte swizzle of tensor cores.
+// Keys are rows of 128 bytes, as in the cache. Values are transposed: a row is a dimension, and its 128 bytes are the
+// tile's keys in the order in which threads hold their softmax weights: of every 16 keys, 2 t, 2 t + 1, 8 + 2 t and
+// 9 + 2 t for t from 0 to 3. Both have the 128-byte swizzle that wgmma reads.
 //
-// Macros: those of shared/operands.cuh, FP8_PRODUCTS 1, TILE_KEYS 128, EVERY_TOKEN (as for chunk_fp8.cu). Grid: any, of which
-// four thread blocks fit a multiprocessor; each takes one tile of a head after another.
+// Macros: those of shared/operands.cuh, FP8_PRODUCTS 1, TILE_KEYS 128, EVERY_TOKEN (as for chunk_fp8.cu).
+// Grid: any size; four thread blocks fit on a multiprocessor. Each processes one tile of a head after another.
 
 #include "ops/paged_attention/chunk/image_places.cuh"
 

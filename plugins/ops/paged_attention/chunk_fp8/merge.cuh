@@ -1,5 +1,5 @@
-// What chunk_fp8.cu has merged of a row: work items, and chains of products of the one that is not complete. It is in
-// shared memory, for registers do not suffice.
+// The merged state of a row in chunk_fp8.cu: complete work items, and the chains of products of the current one. It is in
+// shared memory, because there are not enough registers.
 #pragma once
 
 #include "ops/paged_attention/chunk_fp8/products.cuh"

@@ -1,5 +1,5 @@
-// FP8 products of attention (reference.py has the arithmetic): what a thread holds of queries, logits, weights and
-// sums, and how a tile of keys is added to a work item. A warpgroup has 64 rows, a thread two of them.
+// FP8 products of attention (reference.py has the arithmetic): what a thread holds of queries, logits, softmax weights and
+// sums, and how a tile of keys is added to a work item. A warpgroup has 64 rows, a thread has parts of two of them.
 #pragma once
 
 #include "backends/cuda/sm90/held_product.cuh"

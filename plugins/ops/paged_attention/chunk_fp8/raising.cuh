@@ -1,4 +1,5 @@
-// Whether weights in E4M3 show that a row's base is too low, so that logits are not compared with bases one by one.
+// Detects from the softmax weights in E4M3 whether a row's base is too low, so that logits need not be compared with bases
+// one by one.
 #pragma once
 
 #include "ops/paged_attention/shared/units.cuh"

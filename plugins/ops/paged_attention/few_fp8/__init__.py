@@ -1,1 +1,1 @@
-"""Few tokens of requests whose attention has FP8 products."""
+"""Few tokens per request, with FP8 products."""

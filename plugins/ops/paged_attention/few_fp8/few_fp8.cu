@@ -1,14 +1,17 @@
-// Paged attention with FP8 products of requests with few tokens: generation, verification of chains, the ends of prompts. Bits of a
-// row are those of chunk_fp8.cu, which has requests with many (chunk_fp8/reference.py has the arithmetic).
+// Paged attention with FP8 products for requests with few tokens: generation, verification of chains, ends of prompts.
+// A row has the same bits as in chunk_fp8.cu, which computes requests with many tokens (chunk_fp8/reference.py has the
+// arithmetic).
 //
-// One thread block runs on each multiprocessor, and all tiles of a step are divided among them (long/ranges.cuh). A warpgroup
-// brings tiles, and adds weights by a product with ones; two warpgroups compute a tile together, keys and then dimensions as rows of
-// products (products.cuh). All meet once a tile: when its weights are in shared memory, the slots of its keys and values are empty, for
-// values are in registers by then. These are loaded while weights are computed, as nothing else reads shared memory, and logits of the
-// next tile are started before the meeting.
+// One thread block runs on each multiprocessor, and all tiles of a step are divided among the blocks (long/ranges.cuh).
+// A producer warpgroup loads tiles, and sums the softmax weights by a product with ones; two compute warpgroups process
+// a tile together, first keys and then value dimensions as the rows of products (products.cuh). All three synchronize
+// once per tile: when its softmax weights are in shared memory, the slots of its keys and values are free, because the
+// values are in registers by then. Values are loaded into registers while the softmax weights are computed, when nothing
+// else reads shared memory, and the logits of the next tile are started before the synchronization.
 //
-// Macros: those of shared/operands.cuh with FP8_PRODUCTS 1, TILE_KEYS 128 and MOST_UNIT in such tiles, ROWS (of a thread block, a
-// multiple of 8), SLOTS (of keys, and of values), SHARED_BYTES, FACTOR_ROOM (work items, stored.cuh), RAISE, WEIGHT_POWER.
+// Macros: those of shared/operands.cuh with FP8_PRODUCTS 1, TILE_KEYS 128 and MOST_UNIT in such tiles, ROWS (of a thread
+// block, a multiple of 8), SLOTS (of keys, and of values), SHARED_BYTES, FACTOR_ROOM (work items, stored.cuh), RAISE,
+// WEIGHT_POWER.
 // Grid: one thread block per multiprocessor. Counters are zero before and after.
 
 #define TREE 0

@@ -1,7 +1,7 @@
-// Work items of few_fp8.cu: merged from left to right as they come, by whoever has a context's beginning, or stored (stored.cuh merges
-// them then); and how rows are written.
+// Work items of few_fp8.cu, and how rows are written. The block that has a context's beginning merges its work items from
+// left to right as they are computed; other blocks store theirs, which are merged later (stored.cuh).
 //
-// What is stored of sums is what threads hold of them, four numbers at a time: dimensions 2 g and 2 g + 1 of two rows.
+// Sums are stored as threads hold them, four numbers at a time: dimensions 2 g and 2 g + 1 of two rows.
 #pragma once
 
 #include "ops/paged_attention/few_fp8/products.cuh"

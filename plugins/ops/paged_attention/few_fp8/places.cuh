@@ -1,5 +1,5 @@
-// Shared memory of few_fp8.cu, and how one warpgroup brings tiles: boxes of the cache as they are, which is how tensor cores
-// read keys, and values are transposed on their way to registers (products.cuh).
+// Shared memory of few_fp8.cu, and how its producer warpgroup loads tiles. Boxes of the cache are copied unchanged, which
+// is the layout in which tensor cores read keys; values are transposed on their way to registers (products.cuh).
 #pragma once
 
 #include "backends/cuda/sm90/held_product.cuh"

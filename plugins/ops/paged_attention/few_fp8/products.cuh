@@ -1,10 +1,10 @@
-// FP8 products of few rows (chunk_fp8/reference.py has the arithmetic): a tile's keys, and the dimensions of its values, are the 64
-// rows of a product, and rows of queries are its columns, so that few of them are few. A warpgroup has 64 keys and then 64
-// dimensions; both have all weights, through shared memory.
+// FP8 products of few rows (chunk_fp8/reference.py has the arithmetic): a tile's keys, and the dimensions of its values,
+// are the 64 rows (M) of a product, and query rows are its columns (N), so that few query rows cost little. A warpgroup
+// has 64 keys and then 64 dimensions; both warpgroups get all softmax weights, through shared memory.
 //
-// A thread 4 g + t of warp w has keys 16 w + g and 8 behind for columns 2 t and 2 t + 1 of every eight. Weights of a column are
-// 128 bytes, of each 16 keys g and g + 8 side by side. Left operands of values are read 16 dimensions by 8 keys at a time,
-// transposed; a thread then has dimensions 2 g and 2 g + 1 of 16.
+// Thread 4 g + t of warp w has keys 16 w + g and 16 w + g + 8, for columns 2 t and 2 t + 1 of every eight. The softmax
+// weights of a column are 128 bytes, in which of every 16 keys g and g + 8 are adjacent. The A operand of values is read
+// in blocks of 16 dimensions by 8 keys, transposed; a thread then has dimensions 2 g and 2 g + 1 of 16.
 #pragma once
 
 #include "ops/paged_attention/chunk_fp8/raising.cuh"

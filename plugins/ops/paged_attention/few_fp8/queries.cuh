@@ -1,4 +1,4 @@
-// What the warpgroups of few_fp8.cu do with a context: its queries, the loop through its tiles, and the sums of weights.
+// The compute warpgroups of few_fp8.cu: the queries of a context, the loop over its tiles, and the sums of softmax weights.
 #pragma once
 
 #include "ops/paged_attention/few_fp8/stored.cuh"

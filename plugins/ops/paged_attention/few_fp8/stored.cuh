@@ -1,5 +1,5 @@
-// How the thread blocks of few_fp8.cu that share a context merge its stored work items, from left to right. Each has some of what threads hold
-// of sums, four numbers at a time (merge.cuh), of all work items.
+// How the thread blocks of few_fp8.cu that share a context merge its stored work items, from left to right. Each block
+// merges a part of the sums, in the groups of four numbers in which threads hold them (merge.cuh), over all work items.
 #pragma once
 
 #include "ops/paged_attention/few_fp8/merge.cuh"

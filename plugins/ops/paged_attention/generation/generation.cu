@@ -1,26 +1,25 @@
-// Paged attention of requests with few tokens, optimized for the latency from the cache to the output.
+// Paged attention of requests with few tokens, optimized for latency.
 //
-// Computes the same bits as the Triton kernels (triton/state.py says how): tiles of
-// KEYS keys at fixed positions, one online softmax per work item (`unit`: a range of tiles, shared/tiles.py), work
-// items merged from left to right. The tensor-core instruction, the order of its steps, the order of a row's
-// sum (ascending keys of a thread, then lanes 2 and 1 apart) and every fused multiply-add are the same.
+// Computes the same bits as the Triton kernels (triton/state.py says how): tiles of KEYS keys at fixed positions, one
+// online softmax per work item (`unit`: a range of tiles, shared/tiles.py), work items merged from left to right. The
+// tensor-core instruction, the order of its k steps, the order of summation in a row (ascending keys of a thread, then
+// the lanes at distances 2 and 1) and all fused multiply-adds are the same.
 //
-// A cluster of SPLITS thread blocks has one block of query tokens of one request and KV head. Each
-// thread block processes some of the work items. The state of every work item is sent to the thread
-// blocks that own its rows, divided into chunks of 64 dimensions; an owner merges its chunks. What
-// does not fit into PARTS_BYTES goes through global memory instead.
+// A cluster of SPLITS thread blocks processes one block of query tokens of one request and KV head; each thread block
+// processes some of the work items. The state of every work item is sent to the thread blocks that own its rows, in
+// chunks of 64 dimensions; each owner merges its chunks. States that do not fit into PARTS_BYTES of shared memory go
+// through global memory instead.
 //
-// Keys and values are loaded from global memory to registers, a whole tile at once, converted there
-// and stored for the tensor cores; the next tile is loaded while one is computed.
+// Keys and values are loaded from global memory into registers, a whole tile at a time, converted there and stored to
+// shared memory for the tensor cores; the next tile is loaded while one is computed.
 //
-// Before the kernel waits for its predecessor it reads the step's parameters, which may still be those
-// of the previous step. They are used to prefetch the first tile to L2, and to load it right after the wait.
-// Then they are compared with the actual ones; if they differ, everything is loaded again.
+// Before the kernel waits for its predecessor, it reads the step's parameters, which may still be those of the previous
+// step. It uses them to prefetch the first tile into L2 and to load it right after the wait. Then it compares them with
+// the actual parameters; if they differ, it loads everything again.
 //
-// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
-// for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two), SPLITS (an even number),
-// PARTS_BYTES, UNIT (tiles of the first work items), REGISTERS (the most per thread), K_SCALE,
-// V_SCALE, STATIC.
+// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads per KV head), SIZE
+// (64 | 128), TOKENS_PER_BLOCK (a power of two), SPLITS (an even number), PARTS_BYTES, UNIT (tiles of the first work
+// items), REGISTERS (maximum per thread), K_SCALE, V_SCALE, STATIC.
 // Grid: SPLITS, KV heads * blocks of tokens, requests.
 
 #include "ops/paged_attention/generation/load.cuh"

@@ -1,4 +1,4 @@
-// What generation.cu reads besides keys and values: the step's parameters, and queries.
+// What generation.cu reads besides keys and values: the step's parameters and the queries.
 #pragma once
 
 #include "ops/paged_attention/generation/units.cuh"

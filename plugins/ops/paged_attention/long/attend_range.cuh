@@ -1,5 +1,5 @@
-// What a thread block of the binary for many requests does with its range, or with its share of a longer context (ranges.cuh):
-// warps bring the tiles of one context after another, others attend to them.
+// How a thread block of the binary for many requests processes its range, or its share of a longer context (ranges.cuh):
+// producer warps load the tiles of one context after another, the others attend to them.
 #pragma once
 
 #include "ops/paged_attention/long/merge.cuh"

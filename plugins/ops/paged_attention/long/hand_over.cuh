@@ -1,6 +1,6 @@
-// What has been merged of a context's beginning is handed to the next thread block by a flag, which is zero before and
-// after. Who waits has a greater number, so all that it waits for have started. By those who compute (`meet_computing`), of
-// whom THREADS is the first.
+// The merged result of a context's beginning is passed to the next thread block by a flag, which is zero before and after.
+// A block waits only for blocks with smaller numbers, so all that it waits for have started. The compute threads call this
+// (`meet_computing` synchronizes them); THREADS is the first of them.
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"

@@ -1,5 +1,6 @@
-// A thread block that helps two contexts with their beginnings (Place::put_helped): it stores work items of both, one context
-// after the other, and merges nothing. Code of its own, as a loop around what the others do would cost them registers.
+// A thread block that helps two contexts with their beginnings (Place::put_helped): it stores work items of both, one
+// context after the other, and merges nothing. This is separate code, because a loop around the other blocks' code would
+// cost them registers.
 #pragma once
 
 #include "ops/paged_attention/long/merge.cuh"

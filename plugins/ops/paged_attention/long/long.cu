@@ -1,21 +1,22 @@
-// Paged attention of several tokens of a request, chains and trees, against a long context.
+// Paged attention of several tokens per request, chains and trees, in long contexts.
 //
-// Computes the same bits as the other kernels of this folder. A thread block has up to 64 WARPGROUPS rows, query tokens
-// times the query heads of one KV head, and reads every tile of its share of a context once for all of them: four warps
-// bring tiles (tiles.cuh), a warpgroup computes 64 rows (units.cuh). The thread block with a
-// context's beginning merges its work items as they come; if others share the context, they store theirs, and when all
-// have arrived, they merge all of it together (merge.cuh), which is why all run at once: one to a
-// multiprocessor, or two with 64 rows. The binary for many requests divides all tiles of the step into equal ranges
-// (ranges.cuh), which need no meeting and have registers for some of the queries; thread blocks share longer contexts.
+// Computes the same bits as the other kernels of this folder. A thread block has up to 64 * WARPGROUPS rows (query
+// tokens times the query heads of one KV head), and reads every tile of its share of a context once for all of them:
+// four producer warps load tiles (tiles.cuh), each compute warpgroup processes 64 rows (units.cuh). The thread block
+// with a context's beginning merges its work items as they are computed; other blocks that share the context store
+// theirs, and when all have arrived, they merge all of it together (merge.cuh). That is why all blocks have to run
+// concurrently: one per multiprocessor, or two with 64 rows. The binary for many requests divides all tiles of the step
+// into equal ranges (ranges.cuh), which need no such synchronization and leave registers for some of the queries; longer
+// contexts are shared by thread blocks instead.
 //
-// Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads for each),
+// Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads per KV head),
 // SIZE (of a head, 128), TOKENS_PER_BLOCK (a power of two), WARPGROUPS (1 or 2), STAGES (tiles as operands), BYTE_SLOTS
-// (as the cache has them), ALONE (for many requests), TREE (whether requests may have trees: tail.cuh), TAIL_TILES
-// (of a context that take as long as the keys from a tree's root's tile on), WINDOW_TILES, LEAST_HELPED, SHARED_BYTES, UNIT,
-// MOST_UNIT, K_SCALE, V_SCALE, STATIC.
-// Grid: thread blocks that share all contexts of a KV head and a block of rows (shares.cuh), KV heads * blocks of rows; or one
-// each, KV heads * blocks of rows, requests; or ranges; or, of one request, all that share its contexts of all KV heads, and
-// those that help two of these each (help.cuh). Counters are zero before and after.
+// (tiles as stored in the cache), ALONE (for many requests), TREE (whether requests may have trees: tail.cuh),
+// TAIL_TILES (number of context tiles that take as long as the keys from a tree's root's tile on), WINDOW_TILES,
+// LEAST_HELPED, SHARED_BYTES, UNIT, MOST_UNIT, K_SCALE, V_SCALE, STATIC.
+// Grid, one of: thread blocks that share all contexts of a KV head and a block of rows (shares.cuh), KV heads * blocks of
+// rows; or 1, KV heads * blocks of rows, requests; or ranges; or, for one request, all thread blocks that share its
+// contexts of all KV heads, followed by those that help two of these each (help.cuh). Counters are zero before and after.
 
 #include "ops/paged_attention/long/help.cuh"
 #if TREE

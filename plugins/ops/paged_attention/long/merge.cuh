@@ -1,5 +1,5 @@
 // How the thread blocks of long.cu that share a context merge what they have stored (Entries): each takes some quarters
-// of rows, four dimensions to a thread, and goes through all entries from left to right. And how rows are written that a
+// of rows, four dimensions per thread, and goes through all entries from left to right. Also how rows are written that one
 // thread block has merged alone.
 #pragma once
 

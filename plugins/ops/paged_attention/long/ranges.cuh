@@ -1,10 +1,11 @@
-// Contexts of many requests: all tiles of a step are divided equally among thread blocks, however long contexts are.
+// Contexts of many requests: all tiles of a step are divided equally among thread blocks, whatever the lengths of contexts.
 //
-// Contexts that are longer than what a thread block has are shared by thread blocks that have nothing else (shares.cuh). The
-// others lie in a row, one after another, which is divided into equal ranges for the other thread blocks. A thread block goes
-// through the contexts of its range from right to left. The beginning of a context whose end is the next one's comes first,
-// and what has been merged of it is handed over; the next one comes to that end last and goes on from there. So no work item
-// of theirs is stored, and every thread block has as much to do.
+// Contexts longer than a thread block's share are divided among thread blocks that process nothing else (shares.cuh). All
+// other contexts are concatenated, and the sequence is divided into equal ranges for the remaining thread blocks. A thread
+// block processes the contexts of its range from right to left. If the range ends within a context, that context's
+// beginning is processed first, and its merged result is passed to the next block, which processes the end of that
+// context last and continues from this result. So no work item of these contexts is stored, and all thread blocks have
+// equally much to do.
 #pragma once
 
 #include "ops/paged_attention/long/shares.cuh"

@@ -1,4 +1,4 @@
-// Which tiles of a context a thread block has, of several that share it: whole work items (`unit`).
+// Which tiles of a context a thread block processes, if several blocks share the context: whole work items (`unit`).
 #pragma once
 
 #include "ops/paged_attention/shared/units.cuh"

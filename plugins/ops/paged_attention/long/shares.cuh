@@ -1,5 +1,5 @@
-// How thread blocks that all run at once share the contexts of a step: each context gets a number of them that follows
-// from its length in this step. So the longest share of a context is about as long as that of any other.
+// How the contexts of a step are divided among thread blocks that all run concurrently: the number of blocks of each context
+// follows from the context lengths in this step, so that the longest shares of all contexts are about equally long.
 #pragma once
 
 #include "ops/paged_attention/long/share.cuh"

@@ -1,6 +1,6 @@
-// Trees of tokens in long.cu: keys from the root's tile on, for each token those of its path (tree/paths.cuh). The
-// warps that compute, of the last thread block of a context, process them, 8 rows at a time, when its tiles before the
-// root's are done; what they need lies where those were.
+// Trees of tokens in long.cu: keys from the root's tile on, for each token those of its path (tree/paths.cuh). The compute
+// warps of a context's last thread block process them, 8 rows at a time, after the tiles before the root's tile; their
+// data replaces those tiles in shared memory.
 #pragma once
 
 #include "ops/paged_attention/long/merge.cuh"

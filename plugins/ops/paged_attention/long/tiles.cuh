@@ -1,6 +1,6 @@
-// How long.cu divides a context among thread blocks, where things are in shared memory, and how four warps bring
-// tiles: some bring keys, some values. Bytes are copied to where the thread that asked for them finds them again, and as
-// many tiles are on their way as there is room for.
+// How long.cu divides a context among thread blocks, the layout of its shared memory, and how the four producer warps load
+// tiles, some of them keys, the others values. Bytes are copied to where the thread that requested them reads them again,
+// and as many tiles are in flight as there is room for.
 #pragma once
 
 #include "ops/paged_attention/chunk/rows.cuh"

@@ -1,5 +1,5 @@
-// What the warpgroups of long.cu do: attend to a share's tiles for 64 rows each, and merge or store every work
-// item (`unit`).
+// The compute warpgroups of long.cu: they attend to a share's tiles, 64 rows each, and merge or store every work item
+// (`unit`).
 #pragma once
 
 #include "ops/paged_attention/long/queries.cuh"

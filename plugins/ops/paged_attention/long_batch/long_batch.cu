@@ -1,14 +1,14 @@
-// Paged attention of chains of tokens of several requests, each against a long context, for numbers of rows that long.cu
-// would round up too far.
+// Paged attention of chains of tokens of several requests in long contexts, for numbers of rows that long.cu would have
+// to pad too much.
 //
-// Computes the same bits as the other kernels of this folder. A thread block, one to a multiprocessor, has up to ROWS
-// rows, query tokens times the query heads of one KV head, and reads every tile of its share of a context once for all
-// of them. Its warpgroups process one work item (`unit`, shared/tiles.py) each at a time (units.cuh); rows are the columns
-// of their products (products.cuh). The thread block with a context's beginning merges its work items as they come;
-// if others share the context, they store theirs, and when all have arrived, they merge all of it together
-// (merge.cuh), which is why all run at once. A context that is not shared needs no meeting.
+// Computes the same bits as the other kernels of this folder. A thread block (one per multiprocessor) has up to ROWS
+// rows (query tokens times the query heads of one KV head), and reads every tile of its share of a context once for all
+// of them. Each warpgroup processes one work item (`unit`, shared/tiles.py) at a time (units.cuh); rows are the columns
+// (N) of its products (products.cuh). The thread block with a context's beginning merges its work items as they are
+// computed; other blocks that share the context store theirs, and when all have arrived, they merge all of it together
+// (merge.cuh). That is why all blocks have to run concurrently. A context that is not shared needs no synchronization.
 //
-// Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads for each),
+// Macros: MODEL_TYPE, KV_TYPE (bytes), OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads per KV head),
 // SIZE (of a head, 128), TOKENS_PER_BLOCK (a power of two), ROWS, STREAMS (warpgroups), SLOTS (tiles of a ring),
 // SHARED_BYTES, UNIT, MOST_UNIT, K_SCALE, V_SCALE, STATIC.
 // Grid: splits, KV heads * blocks of rows, requests. Counters are zero before and after.

@@ -1,6 +1,6 @@
-// How the thread blocks of long_batch.cu that share a context merge what they have stored (Entries), and how rows are written.
-// A warp takes 64 dimensions b, rows 8 j to 8 j + 7 and a quarter of the dimensions, and goes through all entries from
-// left to right.
+// How the thread blocks of long_batch.cu that share a context merge what they have stored (Entries), and how rows are
+// written. A warp takes 64 dimensions b, rows 8 j to 8 j + 7 and a quarter of the dimensions, and goes through all entries
+// from left to right.
 #pragma once
 
 #include "ops/paged_attention/long_batch/units.cuh"

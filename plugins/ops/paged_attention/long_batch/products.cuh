@@ -1,7 +1,7 @@
-// Products of long_batch.cu: a warpgroup's 64 rows are a tile's keys, or 64 dimensions of its values, and columns are rows of
-// queries, of which there need not be a multiple of 64. Keys and values go from bytes in shared memory to left operands
-// in registers, so nobody stores them converted. Bits are those of the other kernels: the same 16 products at a time, in
-// the same order.
+// Products of long_batch.cu: a warpgroup's 64 rows (M) are a tile's keys, or 64 dimensions of its values, and the columns
+// (N) are query rows, whose number need not be a multiple of 64. Keys and values go from bytes in shared memory to A
+// operands in registers, so the converted values are never stored. Bits are those of the other kernels: the same 16
+// products at a time, in the same order.
 #pragma once
 
 #define COLUMNS 8

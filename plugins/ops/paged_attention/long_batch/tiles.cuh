@@ -1,4 +1,4 @@
-// How long_batch.cu divides a context among thread blocks and warpgroups, where things are in shared memory, and how a
+// How long_batch.cu divides a context among thread blocks and warpgroups, the layout of its shared memory, and how a
 // warpgroup copies its tiles.
 #pragma once
 

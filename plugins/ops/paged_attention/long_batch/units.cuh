@@ -1,7 +1,7 @@
-// What the warpgroups of long_batch.cu do: attend to tiles, and merge or store every work item (`unit`).
+// The warpgroups of long_batch.cu: they attend to tiles, and merge or store every work item (`unit`).
 //
-// A tile's logits go through shared memory to a thread for each row, which makes weights of them: their largest and their
-// sum need nobody else. While one warpgroup does that, the others multiply.
+// A tile's logits pass through shared memory to one thread per row, which computes the softmax weights; so maximum and
+// sum of a row need no other thread. While one warpgroup does that, the others multiply.
 #pragma once
 
 #include "ops/paged_attention/long_batch/tiles.cuh"

@@ -1,4 +1,4 @@
-// How those that share a context wait for each other once in a launch, by a counter that is zero before and after.
+// Synchronization, once per launch, of the thread blocks that share a context: a counter that is zero before and after.
 #pragma once
 
 #include "ops/paged_attention/shared/units.cuh"

@@ -1,5 +1,5 @@
-// Loads keys and values from the cache for the tensor cores: global memory, registers, operands
-// in shared memory. The first THREADS threads of a block load a tile together.
+// Loads keys and values from the cache for the tensor cores: from global memory into registers, then as operands into
+// shared memory. The first THREADS threads of a block load a tile together.
 #pragma once
 
 #include "ops/paged_attention/shared/units.cuh"

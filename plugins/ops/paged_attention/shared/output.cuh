@@ -1,4 +1,4 @@
-// The output of a kernel: sums divided by weights, in the model type or quantized.
+// The output of a kernel: sums divided by the sum of softmax weights, in the model type or quantized.
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"

@@ -1,5 +1,5 @@
-// How a context is divided into work items (`unit`), and what follows from the macros that generation.cu and
-// batch.cu share.
+// How a context is divided into work items (`unit`), and constants that generation.cu and batch.cu derive from the macros
+// they share.
 #pragma once
 
 #include "backends/cuda/sm90/hopper.cuh"

@@ -1,4 +1,4 @@
-// Conversion of bytes in registers to the operand types of products.
+// Conversion of 8-bit values in registers to the operand types of products.
 #pragma once
 
 #include "ops/paged_attention/shared/units.cuh"

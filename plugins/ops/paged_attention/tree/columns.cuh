@@ -1,5 +1,5 @@
-// Warps of tree.cu and long.cu that attend to the keys of each token's path (paths.cuh), for 8 rows each: their
-// names beside those of warpgroups, and their queries.
+// The warps of tree.cu and long.cu that attend to the keys of each token's path (paths.cuh), 8 rows each: the names they
+// share with warpgroups, and their queries.
 #pragma once
 
 #include "ops/paged_attention/chunk/rows.cuh"

@@ -1,4 +1,5 @@
-// How four warps of tree.cu bring tiles before the root's: all of them with a thread block's part of the values.
+// How the four producer warps of tree.cu load the tiles before the root's tile: all keys, and the thread block's part of
+// the value dimensions.
 #pragma once
 
 #include "ops/paged_attention/tree/tail.cuh"

@@ -1,16 +1,17 @@
-// Trees of tokens: keys behind the root, for each token those of its path.
+// Trees of tokens: for each token, the keys on its path after the root.
 //
-// Tiles that lie before the root are shared by all tokens of a request, and are processed as those of a
-// chain. The tiles from the root's on are the tail. In logical order a token's keys there are those of
-// the same tile before the root, then its path; in the cache path keys lie scattered behind the root. So the
-// cache's part from the root's tile on is copied once (the window), and each product reads the rows of
-// it that a table gives for the token: the same numbers in the same order as when the path is decoded token by
-// token. A request without a tree has the path 0, 1, 2, ...
+// Tiles before the root's tile are shared by all tokens of a request, and are processed as those of a chain. The tiles
+// from the root's tile on are the tail. In logical order, a token's keys there are those of the same tile before the
+// root, then those of its path; in the cache the keys of a path lie scattered after the root. So the cache's part from
+// the root's tile on is copied once (the window), and each product reads the rows of it that a table lists for the
+// token: the same numbers in the same order as when the path is decoded token by token. A request without a tree has the
+// path 0, 1, 2, ...
 //
-// A warp processes a block of 8 columns: all keys of a tile that its tokens read from the same rows at once, then those
-// that differ, token after token; columns of other tokens have weights of zero there, which leaves their sums as they are.
+// A warp processes a block of 8 columns: all keys of a tile that its tokens read from the same rows in one product, then
+// those that differ, token by token; there the columns of other tokens have softmax weights of zero, which leave their
+// sums unchanged.
 //
-// The root is the first of a request's tokens, or earlier steps have stored it, and other tokens of the paths.
+// The root is the first of a request's tokens in this step, or earlier steps have stored it and other tokens of the paths.
 #pragma once
 
 #include "ops/paged_attention/batch/state.cuh"

@@ -1,4 +1,4 @@
-// What the last warps of tree.cu do: keys from the root's tile on, for 8 rows each.
+// The tail warps of tree.cu: they process the keys from the root's tile on, 8 rows each.
 #pragma once
 
 #include "ops/paged_attention/tree/columns.cuh"

@@ -1,20 +1,20 @@
-// Paged attention of trees of tokens, or of chains beside them, on few multiprocessors.
+// Paged attention of trees of tokens, or of chains in the same step, where few multiprocessors are needed.
 //
-// Computes the same bits as the other kernels of this folder. A thread block has 64 rows, query tokens times the
-// query heads of one KV head. Tiles before the root's are processed as in chunk.cu, one after another, by four
-// warps that load and four that compute; at the same time eight warps process the keys from the root's tile on,
-// each for 8 rows (paths.cuh). These are the last work items, up to WINDOW_TILES: their sums pass through
-// shared memory, and the computing warps merge and store. Where the root's work item begins before the root's tile, the
-// computing warps hand it to the others, which go on.
+// Computes the same bits as the other kernels of this folder. A thread block has 64 rows (query tokens times the query
+// heads of one KV head). The tiles before the root's tile are processed one after another, as in chunk.cu, by four
+// producer warps and four compute warps; concurrently eight warps process the keys from the root's tile on, 8 rows each
+// (paths.cuh). Those keys are the last work items, up to WINDOW_TILES tiles: their sums pass through shared memory, and
+// the compute warps merge and store them. If the root's work item begins before the root's tile, the compute warps pass
+// its state to the eight warps, which continue it.
 //
-// Step numbers and the tiles before the root's are older than the kernel that writes the step's keys, which lets this
-// one start once what came before it is there (WRITES_CACHE in epilogue.cuh). So only warps that read queries or
-// the step's own keys wait.
+// The step's integers and the tiles before the root's tile were written before the kernel that writes the step's keys,
+// and that kernel lets this one start only when everything before it has ended (WRITES_CACHE in epilogue.cuh). So only
+// warps that read queries or the step's own keys wait.
 //
-// A tile takes about 1 us, because its products, its softmax and its merge follow each other. Where multiprocessors are
-// left, two thread blocks have the same rows (PARTS), each with half of the values' dimensions: both find all weights,
-// and each merges and stores what is its own, so that neither waits for the other. Verification.cu is faster while its
-// thread blocks, of up to 24 rows, run at once; this kernel is for steps of more rows.
+// A tile takes about 1 us, because its products, its softmax and its merge are serial. If enough multiprocessors are
+// free, two thread blocks process the same rows (PARTS), each with half of the value dimensions: both compute all
+// softmax weights, and each merges and stores its own dimensions, so that neither waits for the other. verification.cu
+// is faster as long as all its thread blocks (of up to 24 rows) run concurrently; this kernel is for steps of more rows.
 //
 // Macros: as of chunk.cu, with WARPGROUPS 1; TREE (1), WINDOW_TILES, PARTS (1, or 2 with SIZE 128), SHARED_BYTES.
 // Grid: 1, KV heads * blocks of rows * PARTS, requests.

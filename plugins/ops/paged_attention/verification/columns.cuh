@@ -1,4 +1,4 @@
-// What a warp of verification.cu does with a tile: some of its columns at a time.
+// How a warp of verification.cu computes a tile: some of its columns at a time.
 #pragma once
 
 #include "ops/paged_attention/verification/merge.cuh"

@@ -1,4 +1,4 @@
-// Where the thread blocks of verification.cu store work items (`unit`), how they merge them, and the output.
+// Where the thread blocks of verification.cu store work items (`unit`), how they merge them, and how they write the output.
 #pragma once
 
 #include "backends/cuda/sm90/cluster.cuh"

@@ -1,7 +1,7 @@
-// Trees of tokens in verification.cu: tree/paths.cuh says how keys behind the root are found.
+// Trees of tokens in verification.cu: tree/paths.cuh says how keys after the root are found.
 //
-// One warp for each block of 8 columns (ROWS / 8 warps beside those of work items) goes on where the root's work
-// item has stopped.
+// One warp for each block of 8 columns (ROWS / 8 warps, besides the warps for work items) continues the root's work item
+// from the root's tile on.
 #pragma once
 
 #include "ops/paged_attention/verification/columns.cuh"

@@ -1,28 +1,29 @@
-// Paged attention of few tokens, as in a verification: ROWS of a request's rows in a thread block.
+// Paged attention of few tokens, as in a verification. A thread block processes up to ROWS rows of a request.
 //
-// Computes the same bits as the Triton kernels (triton/state.py says how), with the
-// products of batch.cu. A cluster of SPLITS thread blocks has ROWS query rows of one request and KV
-// head. Each block processes UNITS work items (`unit`: a range of tiles, shared/tiles.py) at once, one per warp. It
-// then merges them from left to right, a few dimensions of a row per thread, and passes the merged state to
-// the block with the next work items; the last block stores the result. So blocks exchange only one state.
+// Computes the same bits as the Triton kernels (triton/state.py says how), with the products of batch.cu. A cluster of
+// SPLITS thread blocks processes ROWS query rows of one request and KV head. Each block processes UNITS work items
+// (`unit`: a range of tiles, shared/tiles.py) concurrently, one per warp. It then merges them from left to right, each
+// thread a few dimensions of a row, and passes the merged state to the block with the next work items; the last block
+// stores the result. So only one state passes between two blocks.
 //
-// Before the kernel waits for its predecessor it reads the step's parameters, which may still be those
-// of the previous step, and copies tiles whose tokens are all of earlier steps. These tiles are complete: a
-// kernel that writes the cache lets later kernels start only after its own wait (WRITES_CACHE in epilogue.cuh).
-// After the wait the parameters are compared with the actual ones; if they differ, everything is loaded again.
+// Before the kernel waits for its predecessor, it reads the step's parameters, which may still be those of the previous
+// step, and copies the tiles that contain only tokens of earlier steps. These tiles are complete: a kernel that writes
+// the cache lets later kernels start only after its own wait (WRITES_CACHE in epilogue.cuh). After the wait the
+// parameters are compared with the actual ones; if they differ, everything is loaded again.
 //
-// Of two blocks the first may have fewer work items than the second (`first_share`).
+// Of two blocks the first may have fewer work items than the second (`first_share`), which waits for its result.
 //
-// With more than eight work items per block, the second tile of a work item is also copied at once if the work
-// item SPARE further has none and its slot is free.
+// With more than eight work items per block, a work item's second tile is copied without waiting for its first, into the
+// slot of the work item SPARE places further, if that one does not exist and its slot is free.
 //
-// With EARLY, the next kernel may start before anything is copied: its first blocks then load what others need, too.
+// With EARLY, the next kernel may start before anything is copied: its first blocks then load data that other blocks
+// need, too.
 //
 // With TREE, requests may have trees of tokens: trees.cuh.
 //
-// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads
-// for each), SIZE (64 | 128), TOKENS_PER_BLOCK (a power of two, at least 8), ROWS (8 | 16 | 24), UNITS,
-// TREE, EARLY, SPARE_WARPS, SPLITS, SHARED_BYTES, UNIT (tiles of the first work items), K_SCALE, V_SCALE, STATIC.
+// Macros: MODEL_TYPE, KV_TYPE, OUT_TYPE (types of hopper.cuh), HEADS (KV heads), GROUP (query heads per KV head), SIZE
+// (64 | 128), TOKENS_PER_BLOCK (a power of two, at least 8), ROWS (8 | 16 | 24), UNITS, TREE, EARLY, SPARE_WARPS,
+// SPLITS, SHARED_BYTES, UNIT (tiles of the first work items), K_SCALE, V_SCALE, STATIC.
 // Grid: SPLITS, KV heads * blocks of rows, requests.
 
 #include "ops/paged_attention/verification/trees.cuh"
