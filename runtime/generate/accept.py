@@ -94,7 +94,7 @@ def accept_typical(
         if parent not in ends:
             continue
         p = float(target_probs[1 + parent, token])
-        if p <= limit(1 + parent):
+        if not p > limit(1 + parent):  # also NaN
             continue
         depth, likelihood, _ = ends[parent]
         ends[index] = (depth + 1, likelihood + float(np.log(p)), index)

@@ -47,17 +47,19 @@ class Verifier:
         self, batch: Batch, drafts: Items[Drafts], logits: Logits
     ) -> tuple[list[Owner], list[int]]:
         """The target's own token at every row of `logits` [rows, vocab], or BestIds where
-        `wants_best`, and whose rows they are.
+        `wants_best`, and whose rows they are; negative where logits are NaN, or infinite.
 
-        Waits for the target. Raises BadLogits.
+        Waits for the target.
         """
         owners = _owners(batch, drafts)
-        return owners, self._sampler.require_tokens(self._target_tokens(owners, logits), "target")
+        return owners, self._target_tokens(owners, logits)
 
     def commit(self, owners: list[Owner], tokens: list[int], logits: Logits) -> list[Commit]:
         """Extend every sequence of the batch by what `draw` found.
 
         One Commit per slice, in packed order. Updates tokens, log_probs, kv_len, finish_reason.
+        Raises BadLogits where there is no token in a row that a path reaches: what is behind
+        rejected drafts is nothing that plain decoding computes, and decides nothing.
         """
         return [self._commit_one(owner, tokens, logits) for owner in owners]
 
@@ -92,6 +94,7 @@ class Verifier:
             item.sequence.kv_len = item.start + item.num_tokens
             return Commit(item.sequence, 0)
         if end == first + 1 and not item.sequence.request.output_config.return_log_probs:
+            self._require(tokens[first], owner, tokens)
             return commit(item.sequence, [tokens[first]], (), 0)
         rows: Logits = None if isinstance(logits, BestIds) else logits[first:end]
         path: Items[int]
@@ -101,9 +104,12 @@ class Verifier:
             path, token = self._accept_by_logits(item.sequence, drafts, drafts.probs, rows)
         elif item.sequence.request.sampling_config.accepts_typical:
             path = self._accept_typical(item.sequence, drafts, rows)
-            token = tokens[first + 1 + path[-1] if path else first]
+            reached = [tokens[first], *(tokens[first + 1 + index] for index in path)]
+            self._require(min(reached), owner, tokens)
+            token = reached[-1]
         else:
             path, token = accept_tokens(drafts, tokens[first:end])
+        self._require(token, owner, tokens)
         run = [*(drafts.tokens[index] for index in path), token]
         done = commit(item.sequence, run, path, len(drafts.tokens))
         if drafts.parents is not None:
@@ -116,17 +122,23 @@ class Verifier:
             item.sequence.log_probs += self._sampler.backend.log_softmax_at(rows, run)
         return done
 
+    def _require(self, token: int, owner: Owner, tokens: list[int]) -> None:
+        """Raise BadLogits if what was drawn in a row that the path reaches is no token."""
+        if token < 0:
+            self._sampler.require_tokens(tokens[owner.first : owner.end], "target")
+
     def _accept_by_logits(
         self, sequence: Sequence, drafts: Drafts, draft_probs: NDArray[np.float64], rows: Logits
     ) -> tuple[Items[int], int]:
         backend, tokens = self._sampler.backend, drafts.tokens
         sampling_rows = [self._sampler.row(sequence, tokens[:i]) for i in range(len(rows))]
-        self._sampler.require_tokens(backend.argmax(rows).tolist(), "target")
+        best = backend.argmax(rows).tolist()
         target_probs = backend.processed_probs(rows, sampling_rows)
         uniforms = backend.uniforms(
             [replace(row, stream=ACCEPT_STREAM) for row in sampling_rows[:-1]]
         )
         accepted, probs = accept_logits(tokens, draft_probs, target_probs, uniforms)
+        self._sampler.require_tokens(best[: accepted + 1], "target")
         return range(accepted), backend.draw_from_probs(probs, sampling_rows[accepted])
 
     def _accept_typical(self, sequence: Sequence, drafts: Drafts, rows: Logits) -> Items[int]:

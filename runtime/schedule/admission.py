@@ -58,6 +58,11 @@ class Limits:
         if self.max_draft_len < 0:
             raise BadConfig(f"max_draft_len is {self.max_draft_len}; it must be at least 0")
 
+    @property
+    def max_active(self) -> int:
+        """Started sequences: when all of them generate, each has a token in the same step."""
+        return min(self.max_batch_size, self.max_num_tokens)
+
 
 MOST_STEP_MS = 1e9
 

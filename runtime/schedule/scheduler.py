@@ -181,7 +181,7 @@ class Scheduler:
             return budget
         capacity.begin()
         demand = sum(self._demand(sequence) for sequence in context)
-        while self._waiting and len(self._active) < self.limits.max_batch_size:
+        while self._waiting and len(self._active) < self.limits.max_active:
             head = self._waiting.head()
             least = least_chunk(unread(head, 0), self._cuts)
             if demand + least > budget and not capacity.is_static:

@@ -42,9 +42,10 @@ class Lookahead:
 
     def learn(self, tokens: Items[int], ends: Items[int | None], drawn: Items[int]) -> None:
         """That step is over: the sequence has `tokens`, and the target drew `drawn` [1 + drafts]
-        behind the root and every draft."""
+        behind the root and every draft; negative where it had no logits to draw from."""
         window = self.window
-        new = [None if end is None else drawn[end - ROOT] for end in ends]
+        found = [-1 if end is None else drawn[end - ROOT] for end in ends]
+        new = [None if token < 0 else token for token in found]
         if window.is_full:
             for token, ngram in window.ngrams(tokens[window.position], new):
                 self.pool.add(token, ngram)

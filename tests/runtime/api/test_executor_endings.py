@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 from support.executor import PROMPT, WAIT_S, answer, collect
 
+from llmctl.builder.engine_format import LookaheadDecodingConfig
 from llmctl.errors import (
     BadLogits,
     ExecutorClosed,
 )
 from llmctl.runtime.api import tracking
 from llmctl.runtime.drafting.draft_engine.drafter import DraftEngineDrafter
+from llmctl.runtime.drafting.drafter import Drafter
+from llmctl.runtime.drafting.growth.growth import DynamicShape
+from llmctl.runtime.drafting.lookahead.drafter import LookaheadDrafter
 from llmctl.runtime.drafting.ngram.drafter import NgramDrafter
 from llmctl.runtime.request import FinishReason, Request, SamplingConfig
 
@@ -128,6 +132,39 @@ def test_nan_logits_fail_the_request_by_name(fake, make, role, sampling, accepta
     executor = make(target, DraftEngineDrafter(draft, 2), acceptance=acceptance)
     response = answer(executor, Request(PROMPT, 20, sampling))
     assert isinstance(response.error, BadLogits) and f"the {role} engine" in str(response.error)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "acceptance", "sampling"),
+    [
+        ("chain", "tokens", SamplingConfig()),
+        ("chain", "tokens", SamplingConfig(top_k=0, seed=1)),
+        ("chain", "logits", SamplingConfig()),
+        ("tree", "tokens", SamplingConfig()),
+        ("lookahead", "tokens", SamplingConfig()),
+    ],
+)
+def test_nan_logits_behind_rejected_drafts_change_no_text(fake, make, drafts, acceptance, sampling):
+    """A model may compute them of a text that it would never write."""
+    request = Request(PROMPT, 30, sampling)
+    wanted = fake.plain_answer(fake.Engine(), request)[0]
+    text = [*PROMPT, *wanted]
+    num_strange = 0
+
+    class Sensitive(fake.Engine):
+        def logits(self, tokens):
+            nonlocal num_strange
+            if is_strange := list(tokens) != text[: len(tokens)]:
+                num_strange += 1
+            return super().logits(tokens) * (np.float32("nan") if is_strange else 1)
+
+    tree = DynamicShape(num_offers=2, width=2, depth=3) if drafts == "tree" else None
+    drafter: Drafter = DraftEngineDrafter(fake.Engine(agreement=0.6), 6 if tree else 3, tree)
+    if drafts == "lookahead":
+        drafter = LookaheadDrafter(LookaheadDecodingConfig(3, 3, 3), 8)
+    executor = make(Sensitive(), drafter, acceptance=acceptance)
+    assert list(answer(executor, request).result.output_token_ids) == wanted
+    assert num_strange > 5
 
 
 def test_when_recovery_raises_too_everybody_is_told_and_the_executor_closes(

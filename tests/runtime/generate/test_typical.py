@@ -99,6 +99,11 @@ def test_a_draft_at_the_limit_is_rejected():
     assert list(accept_typical(Drafts([2], [ROOT]), flat, 1.0, 0.2499 / limit)) == [0]
 
 
+def test_nothing_behind_nan_is_kept():
+    probs = np.array([[0.5, 0.5], [np.nan, np.nan], [0.5, 0.5]])
+    assert list(accept_typical(Drafts([1, 1]), probs, 0.3, 0.3)) == [0]
+
+
 def test_only_rows_that_a_path_reaches_are_looked_at():
     """The others may be anything, here what has no logarithm: the entropy of a row is a pass over
     the vocabulary."""

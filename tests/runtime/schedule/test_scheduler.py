@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from support.scheduler import (
     BLOCK,
     EQUAL_PROGRESS,
     MAX_UTILIZATION,
+    STATIC_BATCH,
     finish_step,
     make_scheduler,
     make_sequence,
@@ -14,6 +16,7 @@ from support.scheduler import (
 )
 
 from llmctl.runtime.request import Batch, FinishReason
+from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy
 
 
 def test_a_prompt_runs_whole_and_then_one_token_at_a_time():
@@ -92,11 +95,15 @@ def test_no_more_sequences_run_than_max_batch_size():
     assert shape(scheduler.schedule()) == ((4, 4), ())
 
 
-def test_roots_fit_max_num_tokens_even_where_max_batch_size_is_larger():
-    scheduler, _ = make_scheduler(batch=8, tokens=5)
-    for _ in range(8):
-        scheduler.add(make_sequence(1))
-    for _ in range(4):
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("policy", [CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, STATIC_BATCH])
+def test_roots_fit_max_num_tokens_even_where_max_batch_size_is_larger(policy, is_chunked):
+    """Also where a whole prompt has a step for itself, and generation waits for it."""
+    options = {"capacity_scheduler_policy": policy, "enable_chunked_context": is_chunked}
+    scheduler, _ = make_scheduler(batch=16, tokens=5, **options)
+    for index in range(16):
+        scheduler.add(make_sequence(1 + index % 4))
+    while scheduler.has_work:
         batch = scheduler.schedule()
         assert sum(part.num_tokens for part in batch.slices) <= 5
         finish_step(scheduler, batch)
