@@ -56,8 +56,8 @@ class SyntheticAcceptance:
         none. The same as vLLM's."""
         if not 1 <= length <= draft_len + 1:
             raise BadConfig(
-                f"the synthetic acceptance length is {length}; with {draft_len} drafts a round it "
-                f"must be in [1, {draft_len + 1}]"
+                f"the synthetic acceptance length is {length}; with {draft_len} drafts per round "
+                f"it must be in [1, {draft_len + 1}]"
             )
         return cls(
             tuple(min(1.0, max(0.0, length - 1 - index)) for index in range(draft_len)), seed

@@ -43,7 +43,7 @@ from scripts.bench.rows import Table, row
 
 CONTEXT, PROMPT, OUTPUT = 1000, 500, 1024
 # Drafts accept 0.873 of their tokens where the others agree; p880 and p916 are what NVIDIA's
-# published speeds of these pairs imply (6.29 and 7.37 tokens a round). -kN: N drafts a round.
+# published speeds of these pairs imply (6.29 and 7.37 tokens a round). -kN: N drafts per round.
 # -tD[xBxN...]: the tree D,B,N. Medusa heads: 3.5 tokens a round; EAGLE heads, 5 drafts: 3.6.
 TARGETS = (
     "70b,8b,3b,1b,70b+1b,70b+1b-head8,70b+3b,70b+3b-head8,70b+8b,70b+8b-head8,"

@@ -1,6 +1,6 @@
 """What drafts in a row of scripts/bench/cuda.py: which engines, what a round reads and promises.
 
-The name of a row says it: 70b+1b-k13 is a target with a draft engine and 13 drafts a round,
+The name of a row says it: 70b+1b-k13 is a target with a draft engine and 13 drafts per round,
 70b-room24+1b-t12x2x23x1 one with room for 24 drafts and the draft engine's tree 12,2,23,1,
 70b-medusa an engine with Medusa heads, 70b-redrafter one with a recurrent head (-head4: of 4-bit
 weights), 70b-eagle one with an EAGLE-3 head, 70b-eagle-tree one that drafts its likeliest tree

@@ -180,7 +180,7 @@ def test_from_the_command_line(demo: DemoPair, engine: Path, tmp_path: Path) -> 
     assert "Text 1: lookahead_config is [9,3,1]" in done.stderr
     assert "Text 2: lookahead_config is [1]" in done.stderr
     for options, found in (
-        (("--lookahead-config", "[6,3,5]"), "is 21 drafts a round"),
+        (("--lookahead-config", "[6,3,5]"), "is 21 drafts per round"),
         (("--lookahead-config", "[6,3]"), "it must have the form"),
         (("--lookahead-config", "auto", "--draft-len", "20"), "20 drafts per round are requested"),
         (("--lookahead-config", "auto", "--ngram-config", "[4,2,[0]]"), "one method drafts at a"),

@@ -26,7 +26,7 @@ def find_wrong(found: Mapping[str, Any], build: Mapping[str, Any]) -> str | None
         return f"build_config.draft_heads: {error}"
     if not 1 <= config.max_draft_len <= build["max_draft_len"]:
         return (
-            f"build_config.draft_heads is [{config}], {config.max_draft_len} drafts a round; "
+            f"build_config.draft_heads is [{config}], {config.max_draft_len} drafts per round; "
             f"max_draft_len is {build['max_draft_len']}"
         )
     return None

@@ -35,7 +35,7 @@ class LookaheadDecodingConfig:
             )
         if self.max_draft_len > MOST_DRAFTS:
             raise BadConfig(
-                f"[{self}] is {self.max_draft_len} drafts a round; at most {MOST_DRAFTS} are "
+                f"[{self}] is {self.max_draft_len} drafts per round; at most {MOST_DRAFTS} are "
                 "verified",
                 fix="a smaller window, n-gram or verification set",
             )

@@ -44,7 +44,7 @@ def invent_lookahead(
         raise BadConfig(f"{OPTION} [{config}] drafts nothing", fix=f"{OPTION} {FORM}")
     if given and given < wanted:
         raise BadConfig(
-            f"{OPTION} [{config}] is {wanted} drafts a round; --max-draft-len is {given}",
+            f"{OPTION} [{config}] is {wanted} drafts per round; --max-draft-len is {given}",
             fix=f"--max-draft-len {wanted}, or leave it out",
         )
     return replace(request, max_draft_len=given or wanted), as_facts(config)

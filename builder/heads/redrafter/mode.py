@@ -114,13 +114,13 @@ def _check_beams(beams: int, length: int, vocab_size: int, max_draft_len: int) -
         )
     if beams * length > MOST_DRAFTS:
         raise BadConfig(
-            f"{beams} beams of {length} drafts are {beams * length} drafts a round; at most "
+            f"{beams} beams of {length} drafts are {beams * length} drafts per round; at most "
             f"{MOST_DRAFTS} are verified",
             fix=f"--redrafter-draft-len-per-beam {MOST_DRAFTS // beams} or less",
         )
     if max_draft_len not in (0, beams * length):
         raise BadConfig(
-            f"{beams} beams of {length} drafts are {beams * length} drafts a round; "
+            f"{beams} beams of {length} drafts are {beams * length} drafts per round; "
             f"--max-draft-len is {max_draft_len}",
             fix="leave --max-draft-len out, or change --redrafter-num-beams and "
             "--redrafter-draft-len-per-beam",

@@ -30,7 +30,7 @@ def check_engine(
     if wanted > most:
         rebuild = _rebuild(str(chosen))
         raise PairMismatch(
-            f"--lookahead-config [{chosen}] is {wanted} drafts a round, (N - 2) + (W - 1 + G) * "
+            f"--lookahead-config [{chosen}] is {wanted} drafts per round, (N - 2) + (W - 1 + G) * "
             f"(N - 1); the engine was built for max_draft_len {most}",
             fix=f"smaller sizes, or {rebuild}" if most else rebuild,
             general_fix=rebuild,

@@ -63,7 +63,7 @@ def test_a_round_has_as_many_drafts_as_tensorrt_llm_counts(sizes, drafts):
         ("[2.0,2,1]", "window_size is 2.0"),
         ("[2,1,0]", "ngram_size is 1, which drafts nothing"),
         ("[1,1,1]", "ngram_size is 1, which drafts nothing"),
-        ("[1000,3,1000]", "3999 drafts a round; at most 1024"),
+        ("[1000,3,1000]", "3999 drafts per round; at most 1024"),
         ("[1,1030,0]", "at most 1024"),
     ],
 )
@@ -131,7 +131,7 @@ def test_an_engine_for_a_gpu_has_the_kernels_of_its_windows(new_model, save, bui
         ({}, "needs the sizes of a window"),
         ({"lookahead_config": "[1,1,0]"}, r"\[1,1,0\] drafts nothing"),
         ({"lookahead_config": "[1,2,0]"}, r"\[1,2,0\] drafts nothing"),
-        ({"lookahead_config": "[4,3,4]", "max_draft_len": 14}, "15 drafts a round; --max-draft"),
+        ({"lookahead_config": "[4,3,4]", "max_draft_len": 14}, "15 drafts per round; --max-draft"),
         ({"lookahead_config": "[4,3]"}, "form"),
     ],
 )
@@ -152,8 +152,8 @@ def test_the_option_belongs_to_its_mode():
         ({"window_size": 3, "ngram_size": 4, "verification_set_size": 2, "more": 1}, "more"),
         ({"window_size": 0, "ngram_size": 4, "verification_set_size": 2}, "window_size is 0"),
         ({"window_size": "3", "ngram_size": 4, "verification_set_size": 2}, "window_size is '3'"),
-        ({"window_size": 3, "ngram_size": 4, "verification_set_size": 3}, "17 drafts a round"),
-        ({"window_size": 1, "ngram_size": 1, "verification_set_size": 0}, "0 drafts a round"),
+        ({"window_size": 3, "ngram_size": 4, "verification_set_size": 3}, "17 drafts per round"),
+        ({"window_size": 1, "ngram_size": 1, "verification_set_size": 0}, "0 drafts per round"),
         ({"window_size": 2**40, "ngram_size": 2, "verification_set_size": 0}, "at most 1024"),
         ([3, 4, 2], "no object"),
     ],

@@ -82,9 +82,9 @@ def test_a_head_beside_an_fp8_target_keeps_its_dtype(tmp_path, quantized):
     [
         ({"redrafter_num_beams": 0}, BadConfig, "redrafter_num_beams is 0"),
         ({"redrafter_num_beams": 65}, BadConfig, "is 65; with 131 tokens it must be at most 64"),
-        ({"redrafter_draft_len_per_beam": 400}, BadConfig, "1200 drafts a round; at most 1024"),
-        ({"max_draft_len": 5}, BadConfig, "are 6 drafts a round; --max-draft-len is 5"),
-        ({"max_draft_len": 7}, BadConfig, "are 6 drafts a round; --max-draft-len is 7"),
+        ({"redrafter_draft_len_per_beam": 400}, BadConfig, "1200 drafts per round; at most 1024"),
+        ({"max_draft_len": 5}, BadConfig, "are 6 drafts per round; --max-draft-len is 5"),
+        ({"max_draft_len": 7}, BadConfig, "are 6 drafts per round; --max-draft-len is 7"),
         ({"draft_model_dir": None}, BadConfig, "redrafter needs a ReDrafter head"),
         ({"num_medusa_heads": 2}, BadConfig, "--num-medusa-heads is for .* medusa, and"),
         (

@@ -53,7 +53,7 @@ BUILDS = [
     ("redrafter", {"vocab": 130}, [], "PairMismatch", "vocab_size 130, the target has 131"),
     ("redrafter", {"lacking": "rnn_u.bias"}, [], "MissingTensor", "rnn_u.bias"),
     ("redrafter", {}, ["--redrafter_draft_len_per_beam", "400"], "BadConfig", "at most 1024"),
-    ("redrafter", {}, ["--max_draft_len", "24"], "BadConfig", "are 25 drafts a round"),
+    ("redrafter", {}, ["--max_draft_len", "24"], "BadConfig", "are 25 drafts per round"),
     ("eagle", {"hidden": 32}, [], "PairMismatch", "the target wants 64"),
     ("eagle", {"vocab": 130}, [], "PairMismatch", "vocab_size 130; the target wants 131"),
     ("eagle", {"lacking": "norm.weight"}, [], "MissingTensor", "norm.weight"),
@@ -89,11 +89,11 @@ def test_a_build_that_fits_does_read_weights(new_model, save, tmp_path, monkeypa
 
 RUNS = [
     ("medusa", ["--medusa-choices", "[[0,0,0]]"], "a path of 3 tokens; the engine has 2"),
-    ("medusa", ["--medusa-choices", "[[0],[1],[2],[3],[4],[5],[6],[7],[8]]"], "9 drafts a round"),
+    ("medusa", ["--medusa-choices", "[[0],[1],[2],[3],[4],[5],[6],[7],[8]]"], "9 drafts per round"),
     ("redrafter", ["--redrafter-num-beams", "4"], "the engine was built for 3"),
     ("redrafter", ["--redrafter-draft-len-per-beam", "3"], "the engine was built for 2"),
-    ("redrafter", ["--redrafter-num-beams", "2", "--draft-len", "5"], "5 drafts a round"),
-    ("eagle", ["--eagle-choices", "auto", "--draft-len", "6"], "6 drafts a round"),
+    ("redrafter", ["--redrafter-num-beams", "2", "--draft-len", "5"], "5 drafts per round"),
+    ("eagle", ["--eagle-choices", "auto", "--draft-len", "6"], "6 drafts per round"),
     ("eagle", ["--medusa-choices", "auto"], "the engine has no Medusa heads"),
 ]
 

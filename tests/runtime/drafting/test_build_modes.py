@@ -65,7 +65,7 @@ def test_lookahead_needs_room_and_an_engine_that_verifies_trees():
     assert check("[4,3,4]", target) == 15 and check("[4,3,4]", target, 9) == 9
     assert check("[3,3,2]", target) == 9
     for sizes, draft_len, words in (
-        ("[5,3,4]", None, r"\[5,3,4\] is 17 drafts a round, .* built for max_draft_len 15"),
+        ("[5,3,4]", None, r"\[5,3,4\] is 17 drafts per round, .* built for max_draft_len 15"),
         ("[4,3,4]", 16, "16 drafts per round are requested; .* has 15"),
         ("auto", None, "built without --lookahead_config"),
     ):
