@@ -57,6 +57,7 @@ struct OwnFiber : Fiber {
   int seen = 0, cluster_turn = 0;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
+  std::vector<std::function<void()>> open_stores, stores;
   std::vector<WarpProduct> open_products;
   std::deque<std::vector<WarpProduct>> products;
 };

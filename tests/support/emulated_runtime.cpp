@@ -215,6 +215,23 @@ void wait_for_groups(int pending) {
     for (const Copy& its : groups.front()) finish(its);
 }
 
+void store_block(void* to, u32 from, u32 bytes) {
+  if ((size_t)to % 16 || bytes % 16) fail("a store's target is not aligned");
+  own_fiber().open_stores.push_back([=, source = place(from, 16), last = place(from + bytes - 16, 16)] {
+    std::memcpy(to, source, last + 16 - source);
+  });
+}
+void commit_stores() {
+  auto& its = own_fiber();
+  its.stores.insert(its.stores.end(), its.open_stores.begin(), its.open_stores.end());
+  its.open_stores.clear();
+  if (!copies_late) wait_for_stores();
+}
+void wait_for_stores() {
+  for (const auto& store : own_fiber().stores) store();
+  own_fiber().stores.clear();
+}
+
 // ---- matrices of a warp ----
 
 u32 transposed(u32 x) {

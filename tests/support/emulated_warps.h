@@ -41,6 +41,9 @@ void store_remote(u32 at, std::initializer_list<float> x, u32 barrier);
 void copy(u32 to, const void* from, u32 bytes = 16);
 void commit();
 void wait_for_groups(int pending);
+void store_block(void* to, u32 from, u32 bytes);  // out of shared memory
+void commit_stores();
+void wait_for_stores();
 
 void load_matrices(u32** x, int count, u32 at, bool is_transposed);
 template <int N>

@@ -90,6 +90,11 @@ _PTX = {
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint": (
         "emu::copy_box({0}, {1}, {2}, {3}, {4})"
     ),
+    "{.reg .pred p;setp.ne.u32 p, %3, 0;@p cp.async.bulk.global.shared::cta.bulk_group": (
+        "{3} ? emu::store_block({0}, {1}, {2}) : (void)0"
+    ),
+    "cp.async.bulk.commit_group": "emu::commit_stores()",
+    "cp.async.bulk.wait_group": "emu::wait_for_stores()",  # until they are read, or written
     "stmatrix.sync.aligned.m8n8.x4.trans": "emu::store_matrices({0}, {{{1}, {2}, {3}, {4}}})",
     "stmatrix.sync.aligned.m8n8.x1.trans": "emu::store_matrices({0}, {{{1}}})",
     "cp.async.wait_all": "(emu::commit(), emu::wait_for_groups(0))",
@@ -150,6 +155,8 @@ _PTX = {
         "(emu::leave(), {3} && ({0} = ((const emu::u32*){2})[0],"
         " {1} = ((const emu::u32*){2})[1], true))"
     ),
+    "ld.relaxed.gpu.global.u64": "{0} = *{1}",
+    "st.relaxed.gpu.global.u64": "*{0} = {1}",
     "st.relaxed.gpu.global.u8": "*{0} = emu::u8({1})",
     "st.relaxed.gpu.global.u16": "*{0} = {1}",
     "st.relaxed.gpu.global.v2.u32": "*{0} = uint2{{{1}, {2}}}",

@@ -141,11 +141,12 @@ def _attend_by_fp8(
     positions = torch.arange(first, end, device=out.device)
     scale = float(attributes["softmax_scale"]) * float(inputs.get("k_scale", _ONE))
     is_all = fp8_tokens(attributes) is Fp8Tokens.ALL
-    most_unit = fp8_reference.MOST_UNIT if is_all else fp8_reference.UNIT
+    chain = fp8_reference.CHAIN
+    units = (fp8_reference.UNIT, fp8_reference.MOST_UNIT) if is_all else (chain, chain)
     rows = []
     for head in range(num_heads):
         own = head * num_kv_heads // num_heads
         q = inputs["q"][tokens, head * size : (head + 1) * size]
-        rows.append(fp8_reference.attend(q, k[own], v[own], positions, scale, most_unit))
+        rows.append(fp8_reference.attend(q, k[own], v[own], positions, scale, units))
     result = (torch.cat(rows, 1) * inputs.get("v_scale", _ONE.to(out.device))).to(inputs["q"].dtype)
     out[tokens] = quantize_static(result, inputs["out_scale"]) if "out_scale" in inputs else result

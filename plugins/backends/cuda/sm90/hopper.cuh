@@ -167,6 +167,19 @@ DEVICE void copy_block(u32 target, const void* source, u32 bytes, u32 barrier, u
       : "memory");
 }
 
+// The same from shared memory, by the thread that is the one: without a branch, behind which the compiler would take no number
+// for one that all threads share. It sees what is stored (shared_fence), and waits for its stores: until they have been read,
+// or have been written, too.
+DEVICE void store_block(bool is_one, void* target, u32 source, u32 bytes) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n}" ::"l"(target),
+      "r"(source), "r"(bytes), "r"(u32(is_one))
+      : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+DEVICE void stores_are_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void stores_are_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // A box of a 2-D tensor map, from (column, row); elements outside the tensor arrive as zeros.
 DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u32 barrier,
                      u64 policy) {

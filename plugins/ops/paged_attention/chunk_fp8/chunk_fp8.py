@@ -57,7 +57,7 @@ MOST_REQUESTS = 1024  # of engines with two levels: 16 bytes each; leaves room f
 _IMAGE_BYTES = 128 << 20  # for operands of an engine, or as many as one head of a context takes
 _IMAGE_BLOCKS = 4  # thread blocks a multiprocessor
 _Arguments: TypeAlias = "tuple[torch.Tensor | int | float, ...]"
-_OWN = {"FP8_PRODUCTS": 1, "TILE_KEYS": KEYS, "UNIT": UNIT}
+_OWN = {"FP8_PRODUCTS": 1, "TILE_KEYS": KEYS}
 
 
 def is_read(call: OpCall) -> bool:
@@ -158,8 +158,9 @@ def _variant(call: OpCall, limits: StepLimits) -> tuple[list[str], dict[str, Con
     """What tells binaries of one source apart: the parts of a name, and the macros."""
     words, constants = source_variant(call, limits)
     if fp8_tokens(call.attributes) is Fp8Tokens.ALL:
-        return ["all", *words], constants | _OWN | {"MOST_UNIT": MOST_UNIT, "EVERY_TOKEN": 1}
-    return words, constants | _OWN | {"MOST_UNIT": UNIT}  # nobody stores work items
+        units = {"UNIT": UNIT, "MOST_UNIT": MOST_UNIT}
+        return ["all", *words], constants | _OWN | units | {"EVERY_TOKEN": 1}
+    return words, constants | _OWN | {"UNIT": CHAIN, "MOST_UNIT": CHAIN}  # nobody stores any
 
 
 def images_fp8_spec(call: OpCall, limits: StepLimits) -> KernelSpec:

@@ -32,7 +32,7 @@ from llmctl.plugins.core.op_spec import FP8_MAX
 from llmctl.plugins.ops.paged_attention.shared.tiles import unit_start
 
 KEYS = 128  # of a tile
-CHAIN, UNIT, MOST_UNIT = 4, 4, 16  # tiles, powers of two
+CHAIN, UNIT, MOST_UNIT = 4, 8, 16  # tiles, powers of two
 RAISE = 4.0  # powers of two
 WEIGHT_POWER = 4.0
 _E4M3 = torch.float8_e4m3fn
@@ -45,14 +45,16 @@ def attend(
     v: torch.Tensor,
     positions: torch.Tensor,
     scale: float,
-    most_unit: int = MOST_UNIT,
+    units: tuple[int, int] = (UNIT, MOST_UNIT),
 ) -> torch.Tensor:
     """Causal attention of one head: q [Q, D] at absolute `positions` [Q]; k, v [L, D] in E4M3.
 
-    scale: of logits, that of keys included; values' is the caller's. most_unit: UNIT in engines
-    where prompts alone have FP8 products. Returns float32 [Q, D].
+    scale: of logits, that of keys included; values' is the caller's. units: tiles of the first work
+    items and of the last ones; CHAIN in engines where prompts alone have FP8 products. Returns
+    float32 [Q, D].
     """
     rows, unit = quantize_queries(q)
+    least, most = units
     logit_scale = unit[:, None] * (scale * math.log2(math.e))
     state = item = _nothing(q, v)
     first, nth = 0, 0
@@ -68,7 +70,7 @@ def attend(
         fade = _exp2(base - _finite(own[0]))
         item = own[0], total * fade + own[1], sums * fade[:, None] + own[2]
         first += CHAIN * KEYS
-        if first >= min(unit_start(nth + 1, most_unit, UNIT) * KEYS, len(k)):
+        if first >= min(unit_start(nth + 1, most, least) * KEYS, len(k)):
             state, item, nth = _merge(state, item), _nothing(q, v), nth + 1
     return state[2] / state[1][:, None]
 

@@ -19,7 +19,7 @@
 #define ALONE 1
 #define LEAST_HELPED 0
 #define TAIL_TILES 0
-#define ITEM_END (ROWS > 8 ? 2 : 1)  // long/share.cuh
+#define ITEM_END (ROWS > 8 ? 3 : 1)  // long/share.cuh
 #include "ops/paged_attention/few_fp8/queries.cuh"
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
             OUT_TYPE::Storage* out, const __grid_constant__ TensorMap map, const KV_TYPE::Storage* second_line,
             const KV_TYPE::Storage* cache, const int* position_ids, const int* cu_q, const int* kv_lens, const int* block_tables, float* partial,
             int* counters, float softmax_scale, int table_stride, int block_tokens, int max_tokens, int max_entries,
-            int num_requests) {
+            int num_requests, unsigned long long* plans, int plan_size) {
   extern __shared__ __align__(1024) u8 memory[];
   launch_dependents();
   const Places places = {shared_address(memory)};
@@ -39,7 +39,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
   Range& range = *(Range*)(memory + Places::RANGE_AT);
   Place& placed = *(Place*)(memory + Places::PLACE_AT);
   Columns& columns = *(Columns*)(memory + Places::COLUMNS_AT);
-  if (threadIdx.x / 32 == 1) find_range(range, placed, requests, max_entries);
+  Scales& scales = *(Scales*)(memory + Places::SCALES_AT);
+  if (threadIdx.x == 64) {  // which waits for nothing else
+    scales.key = K_SCALE ? *k_scale : 1.0f, scales.value = V_SCALE ? *v_scale : 1.0f;
+    scales.quanta = STATIC ? __fdiv_rn(1.0f, *out_scale) : 1.0f;
+  }
+  if (threadIdx.x / 32 == 1) plan_range(range, placed, requests, max_entries, plans, plan_size);
   if (threadIdx.x >= THREADS) places.put_ones(threadIdx.x - THREADS, COMPUTING);
   __syncthreads();
   if (range.begin == range.end) return;
@@ -68,17 +73,16 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
     Queries queries;
     queries.ask(q, part);  // while others may still need the queries and columns before
     const int position = row < part.rows ? load_int(position_ids + part.token + row / GROUP) : -1;
-    float its_scale = K_SCALE ? *k_scale : 1.0f;
     meet_computing();
     if (share.begin > 0 && place.count <= 1) {
       wait_for_beginning(counters + (blockIdx.x - 1) * FLAG_STEP);
 #pragma unroll
-      for (int j = 0; j < BLOCKS; ++j) all.of(j) = __ldcg(stored.sums(blockIdx.x - 1) + nth_four(own, j));
+      for (int j = 0; j < BLOCKS; ++j) all.of(j) = __ldcg(stored.sums(blockIdx.x - 1) + nth_four(j));
       if (row < ROWS) {
         const float2 its = __ldcg(stored.states(blockIdx.x - 1) + row);
         columns.all_base[row] = its.x, columns.all_total[row] = its.y;
       }
-    } else {
+    } else if (Kept(place).merges) {
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) all.of(j) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (row < ROWS) columns.all_base[row] = minus_infinity(), columns.all_total[row] = 0.0f;
@@ -87,8 +91,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
       columns.top[0][row] = columns.top[1][row] = NO_TOP;
       columns.last_key[row] = min(position, at.limit - 1);
     }
-    asm volatile("" : "+f"(its_scale));  // not waited for before
-    queries.put(places, columns, K_SCALE ? __fmul_rn(softmax_scale, its_scale) : softmax_scale);
+    queries.put(places, columns, K_SCALE ? __fmul_rn(softmax_scale, scales.key) : softmax_scale);
     shared_fence();
     meet_computing();  // who brings does not wait for queries: it may still ask for tiles
     tiles.attend(columns, own, share, at.limit,
@@ -96,29 +99,34 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
                    const Kept kept(place);
                    finish_sums(item, columns, own, kept.merges, all, stored.sums(kept.merges ? 0 : kept.entry_of(unit)));
                  });
-    // Read here, because keeping them through the loop would cost registers.
-    const float value_scale = V_SCALE ? *(const volatile float*)v_scale : 1.0f;
-    const float quanta = STATIC ? __fdiv_rn(1.0f, *(const volatile float*)out_scale) : 1.0f;
+    const float value_scale = scales.value, quanta = scales.quanta;
     const Kept kept(place);
-    const bool hands_over = !kept.is_shared && share.end < at.tiles;
-    if (hands_over || kept.is_shared && kept.merges) {
-      const int entry = hands_over ? int(blockIdx.x) : kept.first_entry;
-#pragma unroll
-      for (int j = 0; j < BLOCKS; ++j) __stcg(stored.sums(entry) + nth_four(own, j), all.of(j));
+    const auto store_states = [&](int entry) {
       if (row < ROWS) __stcg(stored.states(entry) + row, make_float2(columns.all_base[row], columns.all_total[row]));
-      if (hands_over) tell_next(counters + blockIdx.x * FLAG_STEP);
-    } else if (!kept.is_shared) {
-      write_rows(all, columns, own, part, out, value_scale, quanta);
-    }
+    };
     if (kept.is_shared) {
       int* counter = counters + place.counter;
       const int sharing = place.count, count = count_units(place.context.end) - kept.first_unit + 1;
-      meet_computing();
+      if (kept.merges) {
+        store_states(kept.first_entry);
+        all.store(stored.sums(kept.first_entry));
+      } else {
+        meet_computing();
+      }
+      stores_are_written();
       if (threadIdx.x == THREADS) wait_for_others(counter, sharing);
       meet_computing();
       merge_stored(memory, columns, stored, kept.first_entry, count, place.nth, sharing, part, out, value_scale, quanta);
       if (threadIdx.x == THREADS) leave_others(counter, sharing);
       return;
+    }
+    if (share.end < at.tiles) {
+      store_states(blockIdx.x);
+#pragma unroll
+      for (int j = 0; j < BLOCKS; ++j) __stcg(stored.sums(blockIdx.x) + nth_four(j), all.of(j));
+      tell_next(counters + blockIdx.x * FLAG_STEP);
+    } else {
+      write_rows(all, columns, own, part, out, value_scale, quanta);
     }
   } while (at.advance(requests, range));
 }

@@ -29,8 +29,9 @@ from llmctl.plugins.ops.paged_attention.chunk_fp8.reference import (
     UNIT,
     WEIGHT_POWER,
 )
+from llmctl.plugins.ops.paged_attention.few_fp8.cut import ROWS, Cut, choose_cut, cuts
+from llmctl.plugins.ops.paged_attention.few_fp8.plan import plan_room
 from llmctl.plugins.ops.paged_attention.shared.source_specs import (
-    group_size,
     most_short_tokens,
     source_variant,
     tensor_types,
@@ -40,7 +41,6 @@ from llmctl.plugins.ops.paged_attention.shared.tiles import unit_start
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
 
-ROWS = (8, 32, 48, 88)  # query tokens times query heads of a KV head, in a thread block
 _LINE = 128  # bytes of a key or a value, and of a row of weights
 _TILE_BYTES = KEYS * _LINE  # of keys, or values
 _COLUMN_BYTES = 4 * 13  # what the kernel knows of each row
@@ -51,7 +51,7 @@ _ROOM_BYTES = 256 << 20  # for work items of contexts that are shared
 def few_fp8_specs(call: OpCall, limits: StepLimits) -> list[KernelSpec]:
     """Every binary that `few_fp8_launch` may ask for."""
     most = most_short_tokens(limits)
-    sizes = {_cut(call, tokens)[0] for tokens in range(1, most + 1)}
+    sizes = {cut.rows for tokens in range(1, most + 1) for cut in cuts(call, tokens)}
     return [few_fp8_spec(call, limits, rows) for rows in sorted(sizes)]
 
 
@@ -59,12 +59,12 @@ def few_fp8_numbers(call: OpCall, limits: StepLimits) -> int:
     """Room for the partial results of contexts that thread blocks share, in float32 numbers: those
     of as many requests as there are thread blocks for, up to _ROOM_BYTES, but of one at least."""
     most = most_short_tokens(limits)
-    rows, each = max(_cut(call, tokens) for tokens in range(1, most + 1))
+    largest = max((cuts(call, tokens)[-1] for tokens in range(1, most + 1)), key=_size)
     heads, items = int(call.attributes["num_kv_heads"]), 0
     while unit_start(items, MOST_UNIT, UNIT) * KEYS < limits.max_seq_len:
         items += 1
-    entry = rows * (_LINE + 2)
-    request = -(-most // each) * heads * (items + 1)
+    entry = largest.rows * (_LINE + 2)
+    request = -(-most // largest.tokens) * heads * (items + 1)
     requests = min(limits.max_batch_size, max(limits.num_sms // heads, 1))
     return entry * (
         limits.num_sms + max(request, min(requests * request, _ROOM_BYTES // 4 // entry))
@@ -86,7 +86,8 @@ def few_fp8_launch(
     are zero before and after.
     """
     limits, step = env.limits, env.step
-    rows, block_tokens = _cut(call, min(shape.max_query_len, short))
+    tokens = min(shape.max_query_len, short)
+    cut = choose_cut(call, tokens, shape.num_requests, shape.max_kv_len, limits.num_sms)
     # Boxes of the caches of all layers: launches of other layers are copies of this one, in which
     # only the layer's own tensors are others. What begins where a layer's cache does would be taken
     # for one of them (rebinding.py), so the kernel is told where the second line is.
@@ -95,6 +96,8 @@ def few_fp8_launch(
     keys = min(limits.tokens_per_block, KEYS)
     boxes = TensorMap(all_layers.view(torch.uint8).view(-1, _LINE), keys, _LINE)
     partial, counters = partials
+    spec = few_fp8_spec(call, limits, cut.rows)
+    name, heads = "paged_attention.few_fp8", int(call.attributes["num_kv_heads"])
     arguments: tuple[torch.Tensor | TensorMap | int | float, ...] = (
         *tensors[:5],
         boxes,
@@ -104,22 +107,17 @@ def few_fp8_launch(
         counters,
         logit_scale,
         step.block_tables.stride(0),
-        block_tokens,
+        cut.tokens,
         short,
-        partial.numel() // (rows * (_LINE + 2)),
+        partial.numel() // (cut.rows * (_LINE + 2)),
         shape.num_requests,
+        *plan_room(env, f"{name}.h{heads}", limits.num_sms, len(ROWS), ROWS.index(cut.rows)),
     )
-    return Launch(few_fp8_spec(call, limits, rows), (limits.num_sms, 1, 1), arguments)
+    return Launch(spec, (limits.num_sms, 1, 1), arguments)
 
 
-def _cut(call: OpCall, tokens: int) -> tuple[int, int]:
-    """Rows of a thread block, and how many of a request's tokens these are, if it has so many."""
-    group = group_size(call)
-    blocks = -(-tokens * group // ROWS[-1])
-    each = -(-tokens // blocks)
-    while each * group > ROWS[-1]:
-        each -= 1
-    return next(rows for rows in ROWS if rows >= each * group), each
+def _size(cut: Cut) -> tuple[int, int]:
+    return cut.rows, cut.tokens
 
 
 def few_fp8_spec(call: OpCall, limits: StepLimits, rows: int) -> KernelSpec:
@@ -136,7 +134,7 @@ def few_fp8_spec(call: OpCall, limits: StepLimits, rows: int) -> KernelSpec:
             *tensor_types(call, limits)[:5],
             *("tensor_map", pointer(limits.kv_dtype)),
             *tensor_types(call, limits)[5:],
-            *("*fp32", "*i32", "fp32", *["i32"] * 5),
+            *("*fp32", "*i32", "fp32", *["i32"] * 5, "*i64", "i32"),
         ),
         constants=constants
         | {

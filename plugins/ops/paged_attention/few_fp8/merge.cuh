@@ -38,16 +38,6 @@ struct Part {
 
 DEVICE void meet_computing() { asm volatile("barrier.sync %0, %1;" ::"r"(2), "n"(COMPUTING) : "memory"); }
 
-DEVICE int nth_four(const Own& own, int block) {
-  return (own.warpgroup * BLOCKS + block) * 128 + own.warp * 32 + lane_id();
-}
-DEVICE void store_sums(float4* to, const float (&x)[HELD], const Own& own) {
-#pragma unroll
-  for (int j = 0; j < BLOCKS; ++j) {
-    __stcg(to + nth_four(own, j), make_float4(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]));
-  }
-}
-
 // By how much what has been merged of a row, and a work item behind it, are multiplied.
 struct Factors {
   float base, left, right;
@@ -104,20 +94,33 @@ DEVICE void append_chain(float (&item)[HELD], const float (&sums)[HELD], const C
   }
 }
 
-// What has been merged of a context: of every thread four numbers for each eight rows.
-struct MergedSums {
-  float4* own;
+// Which of the fours of a work item, or of what has been merged, a thread has for eight rows.
+DEVICE int nth_four(int j) { return j * COMPUTING + int(threadIdx.x) - THREADS; }
 
-  DEVICE explicit MergedSums(u8* memory) : own((float4*)(memory + Places::MERGED_AT) + (threadIdx.x - THREADS)) {}
-  DEVICE float4& of(int j) const { return own[j * COMPUTING]; }
+// What has been merged of a context: of every thread four numbers for each eight rows. Where a thread block's work items are
+// stored instead, one on its way there.
+struct MergedSums {
+  float4* fours;
+
+  DEVICE explicit MergedSums(u8* memory) : fours((float4*)(memory + Places::MERGED_AT)) {}
+  DEVICE float4& of(int j) const { return fours[nth_four(j)]; }
+
+  // All of them, by one of those who compute; they stay as they are until `stores_are_read`.
+  DEVICE void store(float4* to) const {
+    shared_fence();
+    meet_computing();
+    store_block(threadIdx.x == THREADS, to, shared_address(fours), FOURS * 16);
+  }
 };
 
-// And a work item's sums, when that is done.
+// And a work item's sums, when that is done. Those stored before have been read.
 DEVICE void finish_sums(const float (&item)[HELD], const Columns& columns, const Own& anywhere, bool merges, const MergedSums& all,
                         float4* to) {
   const Own own = anywhere.here();
   if (!merges) {
-    store_sums(to, item, own);
+#pragma unroll
+    for (int j = 0; j < BLOCKS; ++j) all.of(j) = make_float4(item[4 * j], item[4 * j + 1], item[4 * j + 2], item[4 * j + 3]);
+    all.store(to);
     return;
   }
   constexpr int TOGETHER = 4;  // blocks whose numbers are loaded before any is stored, which a load might have to wait for

@@ -7,7 +7,7 @@
 #include "ops/paged_attention/shared/operands.cuh"
 #include "ops/paged_attention/shared/output.cuh"
 
-#include "ops/paged_attention/long/ranges.cuh"
+#include "ops/paged_attention/few_fp8/plan.cuh"
 
 constexpr int COMPUTING = 256;                 // threads of two warpgroups, behind THREADS of a third
 constexpr int ALL_THREADS = THREADS + COMPUTING;
@@ -39,6 +39,11 @@ struct Columns {
   DEVICE float& shift(int row) { return pairs[row / 2].shift[row % 2]; }
 };
 
+// The model's: of keys, of values, and what one in the output is multiplied by.
+struct Scales {
+  float key, value, quanta;
+};
+
 struct Places {
   u32 base;
 
@@ -51,7 +56,8 @@ struct Places {
   static constexpr int COLUMNS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 1) / 16 * 16;
   static constexpr int PLACE_AT = COLUMNS_AT + (sizeof(Columns) + 15) / 16 * 16;
   static constexpr int RANGE_AT = PLACE_AT + (sizeof(Place) + 15) / 16 * 16;
-  static constexpr int BYTES = RANGE_AT + sizeof(Range);
+  static constexpr int SCALES_AT = RANGE_AT + sizeof(Range);
+  static constexpr int BYTES = SCALES_AT + sizeof(Scales);
 
   DEVICE u32 keys(int slot) const { return base + KEYS_AT + slot * TILE_BYTES; }
   DEVICE u32 values(int slot) const { return base + VALUES_AT + slot * TILE_BYTES; }
@@ -93,6 +99,7 @@ DEVICE bool meet_any(bool is_so) {
                : "memory");
   return any;
 }
+DEVICE void meet_adding() { asm volatile("barrier.sync %0, %1;" ::"r"(3), "n"(THREADS) : "memory"); }
 DEVICE void meet_all() { asm volatile("barrier.sync %0, %1;" ::"r"(1), "n"(ALL_THREADS) : "memory"); }
 
 // The caches of all layers as rows of 128 bytes, in boxes of a head's keys of a page or of a tile; the layer's first row.

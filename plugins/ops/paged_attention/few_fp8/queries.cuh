@@ -113,6 +113,7 @@ struct Tiles {
         if (is_first) {
           end = unit_end(tile);
           find_tops(s, columns.top[0], own);
+          stores_are_read();  // of the work item before the last one
           meet_all();
           meet_all();  // bases are there
         }
@@ -155,6 +156,7 @@ struct Tiles {
       keep_order(s);
       if (is_first && tile > share.begin) finish(unit_before(tile), item);  // while products run
     }
+    stores_are_read();
     meet_all();  // sums of weights are there
     meet_all();
     finish(unit_before(share.end), item);
@@ -237,6 +239,7 @@ DEVICE void add_totals(const Places& places, Columns& columns, const Requests& r
       bringer.fetch_next();
     }
     totals.wait();
+    meet_adding();  // if the last tile began a chain, others may still take the total of the one before
     put();
     meet_all();
     take(), append();

@@ -29,8 +29,8 @@ DEVICE float2 load_two(const void* from) {
 }
 
 // What a thread holds of stored sums: its row, the next one is the other; its dimension.
-DEVICE int row_of_four(int four) { return 8 * (four / 128 % BLOCKS) + four % 4 * 2; }
-DEVICE int dimension_of_four(int four) { return four / (128 * BLOCKS) * 64 + four / 32 % 4 * 16 + four % 32 / 4 * 2; }
+DEVICE int row_of_four(int four) { return 8 * (four / COMPUTING) + four % 4 * 2; }
+DEVICE int dimension_of_four(int four) { return four % COMPUTING / 32 * 16 + four % 32 / 4 * 2; }
 DEVICE void write_four(OUT_TYPE::Storage* out, const Part& part, int four, const float (&x)[4], float factor, float next_factor,
                        float quanta) {
   const int row = row_of_four(four), dimension = dimension_of_four(four);

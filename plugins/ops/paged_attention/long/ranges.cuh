@@ -132,7 +132,7 @@ DEVICE void find_range(Range& range, Place& place, const Requests& all, int room
     most_tiles = max(most_tiles, __reduce_max_sync(~0u, its.cost > 0 ? its.tiles : 0));
   }
   int parts = 0, entries = 0, each = longest + 1, ranges = 0;
-  const int unit = ContextCost::last_unit(most_tiles), least = max((width + blocks - 1) / blocks, UNIT == 1 ? MOST_UNIT : unit);
+  const int unit = min(ContextCost::last_unit(most_tiles), longest), least = max((width + blocks - 1) / blocks, UNIT == 1 ? MOST_UNIT : unit);
   if (longest > least + SHARING) {  // lanes try what a part should take at most
     const int step = least / 30 + 1, tried = least + lane * step;
     const float by = reciprocal(tried);

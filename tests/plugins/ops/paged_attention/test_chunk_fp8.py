@@ -196,8 +196,7 @@ def test_chains_of_products_are_short_and_work_items_are_whole_chains():
     assert KEYS * CHAIN == 512
     assert UNIT % CHAIN == 0 and UNIT.bit_count() == 1 and MOST_UNIT.bit_count() == 1
     starts = [unit_start(unit, MOST_UNIT, UNIT) for unit in range(40)]
-    assert starts[:17] == [*range(0, 65, 4)] and starts[16:25] == [*range(64, 129, 8)]
-    assert starts[24:] == [*range(128, 369, 16)]
+    assert starts[:17] == [*range(0, 129, 8)] and starts[16:] == [*range(128, 497, 16)]
 
 
 def test_shared_memory_has_room_for_requests_and_some_tiles():

@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from llmctl.plugins.backends.cuda.kernel_spec import Launch
 from llmctl.plugins.ops.paged_attention import launch_arguments
 from llmctl.plugins.ops.paged_attention.chunk_fp8.reference import MOST_UNIT, UNIT
 from llmctl.plugins.ops.paged_attention.few_fp8 import few_fp8
+from llmctl.plugins.ops.paged_attention.few_fp8.cut import ROWS, cuts
 from llmctl.plugins.ops.paged_attention.reference import reference
 from llmctl.plugins.ops.paged_attention.shared.source_specs import SHORT
 from llmctl.plugins.ops.paged_attention.shared.tiles import unit_start
@@ -41,16 +43,18 @@ def attend(
     seed: int,
     blocks: int,
     padding: int = 2,
+    cut: int = -1,
     **constants: int,
 ) -> list[torch.Tensor]:
     """Rows of the parts by so many thread blocks, copies done early or late. padding: requests
-    that have nothing. constants: others than the kernel has."""
+    that have nothing. cut: which one, by its rows. constants: others than the kernel has."""
     step, call = world.step(parts), world.call(parts, 3)
     env = world.env(step, 2)
     shape = world.shape(step, num_tokens=step.num_tokens + 3, num_requests=len(parts) + padding)
     partials = launch_arguments.partials(call, env)
     own = launch_arguments.own_tensors(call, env), partials, launch_arguments.logit_scale(call)
-    launch = few_fp8.few_fp8_launch(call, env, shape, *own, SHORT)
+    with patch.object(few_fp8, "choose_cut", lambda call, tokens, *_: cuts(call, tokens)[cut]):
+        launch = few_fp8.few_fp8_launch(call, env, shape, *own, SHORT)
     spec = replace(launch.spec, constants={**launch.spec.constants, **constants})
     late = seed % 2 == 0
     emulated_warps.run(
@@ -117,6 +121,36 @@ def test_the_only_request():
         agree(attend(world, parts, blocks, blocks, padding=0), wanted_of(world, parts))
 
 
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_rows_do_not_depend_on_those_beside_them(several, cut):
+    """Thread blocks of 8, 32 and 48 rows: 2, 8 and 11 tokens of 4 query heads a KV head."""
+    world = world_of((2600, 600, 40), heads=8)
+    parts: list[Part] = [(0, 2589, 11), (1, 597, 3), (2, 39, 1)]
+    assert [each.tokens for each in cuts(world.call(parts), 11)] == [2, 6, 11]
+    agree(attend(world, parts, cut, 7, cut=cut), wanted_of(world, parts))
+
+
+def test_a_steps_plan_is_found_once():
+    """As layers find it: again for other lengths, and where a number is of another write."""
+    world = world_of((2600, 600))
+
+    def writes() -> list[int]:
+        (plans,) = (x for name, x in world.scratch.items() if name.endswith(".plans"))
+        size = 1 + 2 * 32 + 3 * 32
+        return plans[ROWS.index(32), : 5 * size].view(5, size)[:, 0].tolist()
+
+    for nth, parts in enumerate(
+        ([(0, 2589, 11), (1, 597, 3)], [(0, 2500, 11), (1, 597, 3)], [(0, 2589, 11), (1, 597, 3)])
+    ):
+        for _layer in range(2):
+            agree(attend(world, parts, 5, 5), wanted_of(world, parts))
+            assert writes() == [nth + 1] * 5
+    (plans,) = (x for name, x in world.scratch.items() if name.endswith(".plans"))
+    plans[ROWS.index(32), 1 + 7] += 1 << 32
+    agree(attend(world, parts, 5, 5), wanted_of(world, parts))
+    assert writes() == [4, 3, 3, 3, 3]
+
+
 def test_a_range_without_a_work_item():
     """Of contexts of 4, 2, 2 and 2 tiles, three thread blocks have 4.7 each with what a context
     costs besides: the first one's end within the first context's only work item."""
@@ -164,9 +198,9 @@ def test_bases_that_are_raised_with_a_chain_and_within_one():
 
 
 def test_shares_have_as_many_work_items_as_they_have_room_for():
-    """A work item takes a tile more than it has, in half tiles."""
+    """A work item takes a tile and a half more than it has, in half tiles."""
     starts = [unit_start(unit, MOST_UNIT, UNIT) for unit in range(150)]
-    costs = [2 * start + 2 * unit for unit, start in enumerate(starts)]
+    costs = [2 * start + 3 * unit for unit, start in enumerate(starts)]
 
     def last_unit(tiles: int) -> int:
         unit = bisect_left(starts, tiles)
@@ -177,7 +211,7 @@ def test_shares_have_as_many_work_items_as_they_have_room_for():
         for tiles in (*range(1, 70, 5), *range(70, 600, 31))
         for most in range(last_unit(tiles), 180, 7)
     ]
-    asked += [(266, 50), (257, 40), (1024, 154)]  # what 16 thread blocks suffice for
+    asked += [(266, 57), (257, 40), (1024, 152)]  # what 16 thread blocks suffice for
     found = torch.zeros(len(asked), 200, dtype=torch.int32)
     world = world_of()
     spec = few_fp8.few_fp8_spec(world.call(STEP), world.limits(), 88)
@@ -191,9 +225,9 @@ def test_shares_have_as_many_work_items_as_they_have_room_for():
     arguments = (torch.tensor(asked, dtype=torch.int32), found, *found.shape)
     emulated_warps.run([Launch(spec, (1, 1, 1), arguments)])
     for (tiles, most), (count, *begins) in zip(asked, found.tolist(), strict=True):
-        end = 2 * tiles + 2 * bisect_left(starts, tiles)
+        end = 2 * tiles + 3 * bisect_left(starts, tiles)
         wanted = [0]  # work items
         while costs[wanted[-1]] + most < end:
             wanted.append(bisect_right(costs, costs[wanted[-1]] + most) - 1)
         assert begins[:count] == [starts[unit] for unit in wanted], (tiles, most)
-    assert [count for count, *_ in found.tolist()[-3:]] == [16, 16, 16]
+    assert [count for count, *_ in found.tolist()[-3:]] == [14, 16, 16]
