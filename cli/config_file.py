@@ -16,8 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from llmctl.cli.refused import refusal
-from llmctl.errors import BadConfig, Unsupported
+from llmctl.cli.refused import refuse
+from llmctl.errors import BadConfig
 from llmctl.quantize.format import shown
 
 _NOT_IN_FILES = ("config", "help", "help-all")
@@ -44,7 +44,8 @@ def read_config(
         name = key.replace("_", "-")
         param = params.get(name)
         if param is None:
-            _refuse_other_tools(f"{path}: {shown(key)}", name, command, above)
+            for owner in (command, above):
+                refuse(f"{path}: {shown(key)}", name, getattr(owner, "name", None) or "")
             raise BadConfig(
                 f"{path}: {shown(key)} is not an option of `{command.name}`",
                 fix=_fix(name, params, command, above),
@@ -95,14 +96,6 @@ def _fix(name: str, params: Mapping[str, Any], command: Any, above: Any) -> str:
         return f"it is an option of `{above.name}`: type it before {command.name}"
     nearest = get_close_matches(name, params, n=1, cutoff=0.0)
     return f"the nearest option is {nearest[0]}"
-
-
-def _refuse_other_tools(what: str, name: str, command: Any, above: Any) -> None:
-    """Raise Unsupported for an option of the tool that the command follows, as a command line
-    does: the nearest name would not say that there is nothing of the kind."""
-    for owner in (command, above):
-        if (reason := refusal(name, getattr(owner, "name", None) or "")) is not None:
-            raise Unsupported(f"{what} is not available: {reason}", fix=f"leave {name} out")
 
 
 def _has(command: Any, name: str) -> bool:

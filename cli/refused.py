@@ -5,6 +5,8 @@ They are refused with a reason: accepting and ignoring an option would silently 
 
 from __future__ import annotations
 
+from llmctl.errors import Unsupported
+
 _BEAM = "beam search is not available; every request runs with one beam"
 _PROMPT_TUNING = "prompt tuning and multimodal embeddings are not available; prompts are tokens"
 _LOGITS = "whole logits are not kept; --output-log-probs-npy writes the emitted tokens' log-probs"
@@ -169,3 +171,10 @@ def refusal(option: str, command: str) -> str | None:
     follows has no such option either."""
     reasons = REASONS.get(command, {})
     return reasons.get(option.lstrip("-").replace("_", "-"))
+
+
+def refuse(where: str, option: str, command: str) -> None:
+    """Raise Unsupported for an option of the tool that a command follows, found in a file: the
+    nearest name would not say that there is nothing of the kind. where: the file and the option."""
+    if (reason := refusal(option, command)) is not None:
+        raise Unsupported(f"{where} is not available: {reason}", fix=f"leave {option} out")

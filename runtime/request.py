@@ -156,6 +156,9 @@ class Request:
         _require(self.end_id is None or self.end_id >= 0, "end_id", self.end_id, ">= -1")
         _require(len(self.input_token_ids) > 0, "input_token_ids", "empty", "at least one token")
         _require(self.max_tokens > 0, "max_tokens", self.max_tokens, "> 0")
+        least = self.sampling_config.min_tokens
+        wanted = f"at most max_tokens, which is {self.max_tokens}"
+        _require(least <= self.max_tokens, "min_tokens", least, wanted)
         most = self.max_draft_len
         _require(most is None or most >= 0, "max_draft_len", most, ">= 0")
         _require(0 <= self.priority <= 1, "priority", self.priority, "from 0 to 1")

@@ -14,9 +14,9 @@ import typer
 from llmctl.builder.models.family import DTYPES
 from llmctl.builder.plugin_config import OPTIONS
 from llmctl.cli.output_files import ending, require_writable
-from llmctl.cli.refused import refusal
+from llmctl.cli.refused import refuse
 from llmctl.cli.signatures import give_parameters
-from llmctl.errors import BadConfig, CorruptFile, Unsupported
+from llmctl.errors import BadConfig, CorruptFile
 
 if TYPE_CHECKING:
     from llmctl.builder.config import BuildRequest
@@ -168,15 +168,14 @@ def require_picture_file(picture: Path | None, output_dir: Path) -> None:
         raise BadConfig(f"--visualize-network and --output-dir are both {output_dir}")
 
 
-def _refuse_other_tools(path: Path, name: str) -> None:
+def _refuse_no_limit(path: Path, name: str) -> None:
     """Raise for what files of trtllm-build may hold beside limits, with the reason or place."""
     if name == "plugin_config" or name.replace("-", "_") in OPTIONS:
         raise BadConfig(
             f"{path}: {name!r} is not a limit; plugins are options of the command line",
             fix="llmctl build --help-all has a line on each",
         )
-    if (reason := refusal(name, "build")) is not None:
-        raise Unsupported(f"{path}: {name!r} is not available: {reason}", fix=f"leave {name} out")
+    refuse(f"{path}: {name!r}", name, "build")
 
 
 def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
@@ -193,7 +192,7 @@ def build_request(path: Path | None, given: dict[str, Any]) -> BuildRequest:
         except CorruptFile as error:
             raise BadConfig(f"--build-config: {error}") from error
         for name in values:
-            _refuse_other_tools(path, name)
+            _refuse_no_limit(path, name)
     values |= {name: value for name, value in given.items() if value is not None}
     return BuildRequest.from_mapping(values, str(path or "command line"))
 

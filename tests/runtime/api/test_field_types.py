@@ -74,6 +74,15 @@ def test_numbers_of_another_kind_are_refused(cls, name, value, wanted):
         replace(GOOD[cls], **{name: value})
 
 
+def test_no_more_tokens_are_wanted_than_may_be_generated():
+    """They were: outputs ended with max_tokens, before the min_tokens asked for."""
+    with pytest.raises(
+        BadConfig, match="min_tokens is 9; it must be at most max_tokens, which is 8"
+    ):
+        Request((1, 2), 8, SamplingConfig(min_tokens=9))
+    assert Request((1, 2), 9, SamplingConfig(min_tokens=9)).max_tokens == 9
+
+
 def test_numbers_of_numpy_and_lists_are_stored_as_pythons():
     """Beyond 2^63 an integer of numpy would overflow in a draw."""
     sampling = SamplingConfig(np.float32(0.5), np.int32(7), seed=np.uint64(2**64 - 1))

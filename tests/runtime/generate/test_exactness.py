@@ -37,7 +37,7 @@ def random_request(generator: np.random.Generator, pool: list[list[int]]) -> Req
     words = [tuple(generator.integers(0, VOCAB, n).tolist()) for n in (1, 2, 3, 2)]
     return Request(
         input_token_ids=tuple(prompt),
-        max_tokens=int(generator.integers(1, 40)),
+        max_tokens=max(int(generator.integers(1, 40)), config.min_tokens),
         sampling_config=config,
         output_config=OutputConfig(return_log_probs=bool(generator.random() < 0.3)),
         end_id=int(generator.integers(VOCAB)) if generator.random() < 0.5 else None,
