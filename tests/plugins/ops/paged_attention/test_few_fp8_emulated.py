@@ -130,25 +130,41 @@ def test_rows_do_not_depend_on_those_beside_them(several, cut):
     agree(attend(world, parts, cut, 7, cut=cut), wanted_of(world, parts))
 
 
+def writes(world: AllFp8World, blocks: int) -> list[int]:
+    """How often each thread block has kept a plan."""
+    (plans,) = (x for name, x in world.scratch.items() if name.endswith(".plans"))
+    size = 1 + 2 * 32 + 3 * max(world.max_batch_size, 32)
+    return plans[:, : blocks * size].view(-1, blocks, size)[:, :, 0].sum(0).tolist()
+
+
 def test_a_steps_plan_is_found_once():
     """As layers find it: again for other lengths, and where a number is of another write."""
     world = world_of((2600, 600))
-
-    def writes() -> list[int]:
-        (plans,) = (x for name, x in world.scratch.items() if name.endswith(".plans"))
-        size = 1 + 2 * 32 + 3 * 32
-        return plans[ROWS.index(32), : 5 * size].view(5, size)[:, 0].tolist()
-
     for nth, parts in enumerate(
         ([(0, 2589, 11), (1, 597, 3)], [(0, 2500, 11), (1, 597, 3)], [(0, 2589, 11), (1, 597, 3)])
     ):
         for _layer in range(2):
             agree(attend(world, parts, 5, 5), wanted_of(world, parts))
-            assert writes() == [nth + 1] * 5
+            assert writes(world, 5) == [nth + 1] * 5
     (plans,) = (x for name, x in world.scratch.items() if name.endswith(".plans"))
     plans[ROWS.index(32), 1 + 7] += 1 << 32
     agree(attend(world, parts, 5, 5), wanted_of(world, parts))
-    assert writes() == [4, 3, 3, 3, 3]
+    assert writes(world, 5) == [4, 3, 3, 3, 3]
+
+
+def test_plans_of_more_requests_than_lanes_and_than_there_is_room_for():
+    world = AllFp8World(
+        2, 1, 128, lengths=(70,) * 40, kv_dtype=FP8, max_batch_size=64, quantize_out=False
+    )
+    parts: list[Part] = [(request, 69, 1) for request in range(40)]
+    another = [*parts[:36], (36, 40, 1), *parts[37:]]
+    for nth, step in ((1, parts), (1, parts), (2, another), (2, another), (3, parts)):
+        agree(attend(world, step, 6, 6), wanted_of(world, step))
+        assert writes(world, 6) == [nth] * 6
+    small = world_of((300, 40))
+    for _layer in range(2):
+        agree(attend(small, [(0, 289, 11)], 3, 3, padding=40), wanted_of(small, [(0, 289, 11)]))
+    assert writes(small, 3) == [0, 0, 0]
 
 
 def test_a_range_without_a_work_item():
