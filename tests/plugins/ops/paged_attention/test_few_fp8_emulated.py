@@ -49,7 +49,7 @@ def attend(
     """Rows of the parts by so many thread blocks, copies done early or late. padding: requests
     that have nothing. cut: which one, by its rows. constants: others than the kernel has."""
     step, call = world.step(parts), world.call(parts, 3)
-    env = world.env(step, 2)
+    env = world.env(step, max(padding, 2))
     shape = world.shape(step, num_tokens=step.num_tokens + 3, num_requests=len(parts) + padding)
     partials = launch_arguments.partials(call, env)
     own = launch_arguments.own_tensors(call, env), partials, launch_arguments.logit_scale(call)
