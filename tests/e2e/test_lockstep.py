@@ -105,7 +105,7 @@ def test_tokens_equal_those_of_processes(
     [
         (SamplingConfig(), OutputConfig(), True),
         (SamplingConfig(), OutputConfig(return_log_probs=True), False),
-        (SamplingConfig(min_tokens=9), OutputConfig(), False),
+        (SamplingConfig(min_tokens=7), OutputConfig(), False),
         (SamplingConfig(no_repeat_ngram_size=2), OutputConfig(), False),
         (SamplingConfig(temperature=0.8, top_k=5), OutputConfig(), False),
     ],

@@ -77,11 +77,12 @@ def random_requests(
         ids = prompt(start, length)
         word = tuple(generator.integers(2, vocab, 2).tolist())
         has_log_probs = generator.random() < rare
+        most, config = int(generator.integers(1, 120)), random_config(generator, rare)
         requests.append(
             Request(
                 ids,
-                int(generator.integers(1, 120)),
-                random_config(generator, rare),
+                max(most, config.min_tokens),
+                config,
                 OutputConfig(return_log_probs=has_log_probs),
                 streaming=bool(generator.random() < 0.5),
                 end_id=int(generator.choice([1, ids[-1]])) if generator.random() < 0.5 else None,

@@ -30,7 +30,7 @@ def random_request(generator: np.random.Generator) -> Request:
     word = tuple(generator.integers(0, VOCAB, 2).tolist())
     return Request(
         input_token_ids=tuple(generator.integers(0, VOCAB, generator.integers(1, 30)).tolist()),
-        max_tokens=int(generator.integers(1, 60)),
+        max_tokens=max(int(generator.integers(1, 60)), config.min_tokens),
         sampling_config=config,
         end_id=int(generator.integers(VOCAB)) if generator.random() < 0.3 else None,
         stop_words=(word,) if generator.random() < 0.3 else (),
