@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)
   Place& placed = *(Place*)(memory + Places::PLACE_AT);
   Columns& columns = *(Columns*)(memory + Places::COLUMNS_AT);
   Scales& scales = *(Scales*)(memory + Places::SCALES_AT);
-  if (threadIdx.x == 64) {  // which waits for nothing else
+  if (threadIdx.x == 64) {  // which waits for nothing else; of the engine, so no kernel before writes them
     scales.key = K_SCALE ? *k_scale : 1.0f, scales.value = V_SCALE ? *v_scale : 1.0f;
     scales.quanta = STATIC ? __fdiv_rn(1.0f, *out_scale) : 1.0f;
   }

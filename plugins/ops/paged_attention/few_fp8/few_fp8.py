@@ -36,7 +36,7 @@ from llmctl.plugins.ops.paged_attention.shared.source_specs import (
     source_variant,
     tensor_types,
 )
-from llmctl.plugins.ops.paged_attention.shared.tiles import unit_start
+from llmctl.plugins.ops.paged_attention.shared.tiles import count_units
 
 if TYPE_CHECKING:
     from llmctl.plugins.core.calls import OpCall
@@ -60,9 +60,8 @@ def few_fp8_numbers(call: OpCall, limits: StepLimits) -> int:
     of as many requests as there are thread blocks for, up to _ROOM_BYTES, but of one at least."""
     most = most_short_tokens(limits)
     largest = max((cuts(call, tokens)[-1] for tokens in range(1, most + 1)), key=_size)
-    heads, items = int(call.attributes["num_kv_heads"]), 0
-    while unit_start(items, MOST_UNIT, UNIT) * KEYS < limits.max_seq_len:
-        items += 1
+    heads = int(call.attributes["num_kv_heads"])
+    items = count_units(limits.max_seq_len, MOST_UNIT, UNIT, KEYS)
     entry = largest.rows * (_LINE + 2)
     request = -(-most // largest.tokens) * heads * (items + 1)
     requests = min(limits.max_batch_size, max(limits.num_sms // heads, 1))

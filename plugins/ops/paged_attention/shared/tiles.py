@@ -14,11 +14,13 @@ UNIT = 1  # a power of two
 MOST_UNIT = 8  # a power of two
 
 
-def count_units(num_keys: int) -> int:
-    """The number of work items of a context of so many keys."""
+def count_units(
+    num_keys: int, most: int = MOST_UNIT, least: int = UNIT, tile_keys: int = KEYS
+) -> int:
+    """The number of work items of a context of so many keys. most, least: as of `unit_start`."""
     tile, count = 0, 0
-    while tile * KEYS < num_keys:
-        tile += _unit_tiles(tile)
+    while tile * tile_keys < num_keys:
+        tile += _unit_tiles(tile, most, least)
         count += 1
     return count
 
