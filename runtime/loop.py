@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import NamedTuple, TypeVar
@@ -17,7 +17,7 @@ from llmctl.runtime.drafting.drafts import Drafts
 from llmctl.runtime.generate.commit import Commit
 from llmctl.runtime.generate.verify import Verifier
 from llmctl.runtime.kv_cache.block_mover import BlockMover
-from llmctl.runtime.request import Batch, Sequence
+from llmctl.runtime.request import Batch, Sequence, Slice
 from llmctl.runtime.rounds.rounds import Rounds
 from llmctl.runtime.schedule.scheduler import Scheduler
 from llmctl.runtime.stats.counters import SpeculationStats
@@ -37,6 +37,16 @@ class StepReport:
     verify_s: float
     period_s: float | None  # device time of the step; None: it could not be measured
     elapsed_s: float  # since the previous step ended
+
+    def without(self, request_ids: Container[int]) -> StepReport:
+        """The step without what these requests had in it."""
+
+        def kept(item: Slice | Commit) -> bool:
+            return item.sequence.request_id not in request_ids
+
+        context, generation = self.batch.context, self.batch.generation
+        batch = Batch(tuple(filter(kept, context)), tuple(filter(kept, generation)))
+        return replace(self, batch=batch, commits=list(filter(kept, self.commits)))
 
 
 class _HostStep(NamedTuple):
@@ -234,7 +244,7 @@ class Loop:
         elapsed_s: float,
     ) -> StepReport:
         """Count."""
-        rounds = commits[len(batch.context) :]
+        rounds = [each for each in commits[len(batch.context) :] if each.sequence.error is None]
         step_s = perf_counter() - self._began
         if rounds:  # steps that only read prompts do not count as round time
             self.stats.add_rounds(rounds)

@@ -12,7 +12,7 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmctl.errors import BadConfig
+from llmctl.errors import BadConfig, LlmctlError
 from llmctl.runtime.api import refused
 from llmctl.runtime.api.field_types import check_types
 from llmctl.runtime.api.retention import KvCacheRetentionConfig
@@ -214,6 +214,7 @@ class Sequence:
     blocks: BlockCounts = field(default_factory=BlockCounts)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
+    error: LlmctlError | None = None  # of a sequence that failed alone, whose request fails with it
     # tokens[:num_prompt_tokens] for numpy, which what only parses a request should not import
     prompt_ids: array[int] | None = field(default=None, repr=False)  # int32; see `pack_prompt`
 
@@ -222,6 +223,10 @@ class Sequence:
         if self.prompt_ids is None:
             self.prompt_ids = array("i", self.tokens[: self.num_prompt_tokens])
         return self.prompt_ids
+
+    def fail(self, error: LlmctlError) -> None:
+        """End without further tokens, while the other sequences of the step go on."""
+        self.error, self.finish_reason = error, FinishReason.CANCELLED
 
     @property
     def kv_len(self) -> int:

@@ -1,9 +1,10 @@
 """The executor's thread: receives requests, steps the loop, sends responses.
 
 Every request ends in exactly one of four ways: finished (or timed out) and cancelled requests get a
-final result, refused and failed ones an error response. A step that raises fails every request in
-it with the error it raised; their sequences are dropped and the worker continues with the others.
-If even that raises, the executor closes, and all remaining requests fail with that error.
+final result, refused and failed ones an error response. A request whose own logits are no numbers
+fails alone. A step that raises fails every request in it with the error it raised; their sequences
+are dropped and the worker continues with the others. If even that raises, the executor closes, and
+all remaining requests fail with that error.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Worker:
             if (spare_s := self._loop.spare_s) > 0:
                 self._take(self._inbox.arrivals(spare_s))
             self._loop.run_ahead()
-            report = self._loop.finish()
+            report = self._fail_alone(self._loop.finish())
             if self._defers:
                 self._delivery.post_first_tokens(report)
             self._loop.settle(report)
@@ -182,11 +183,23 @@ class Worker:
             self.scheduler.set_token_budget(self._tuner.budget)
             self._loop.awaits_prompts = self._tuner.wants_wait
 
+    def _fail_alone(self, report: StepReport) -> StepReport:
+        """Fail the requests of which a sequence failed in this step; returns the step of the
+        others."""
+        failed = {
+            sequence.request_id: sequence.error
+            for sequence, *_ in report.commits
+            if sequence.error is not None
+        }
+        for request_id, error in failed.items():
+            self._fail(self._active[request_id], error)
+        return report.without(failed) if failed else report
+
     def _fail_step(self, error: Exception) -> None:
         """Fail the requests in the step, and no others."""
         touched = self._loop.touched
         ids = {s.request_id for s in (self.scheduler.active if touched is None else touched)}
-        for request_id in ids:
+        for request_id in ids & self._active.keys():  # some may have failed alone
             self._fail(self._active[request_id], error)
         if touched is None:  # perhaps before its copies were complete
             self.kv_cache.abandon_copies()

@@ -64,17 +64,6 @@ class Sampler:
             stream=stream,
         )
 
-    def require_tokens(self, tokens: list[int], role: str) -> list[int]:
-        """The drawn tokens unchanged. Raises BadLogits if a row of logits contained NaN, or +inf
-        where one is drawn."""
-        if tokens and min(tokens) < 0:
-            raise BadLogits(
-                f"the {role} engine computed NaN or infinite logits in "
-                f"{sum(token < 0 for token in tokens)} of {len(tokens)} rows",
-                fix="build the engine again; with float16, try --dtype bfloat16 or float32",
-            )
-        return tokens
-
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence that ended."""
         self._counts.pop(sequence.sequence_id, None)
@@ -84,6 +73,16 @@ class Sampler:
         """Occurrences of each id in the committed tokens and the path."""
         counts = self._counts.setdefault(sequence.sequence_id, _Counts(self.vocab_size))
         return counts.upto(sequence.tokens, path)
+
+
+def bad_logits(role: str, tokens: list[int]) -> BadLogits:
+    """The error of these rows' sequence. tokens: what was drawn in them, negative where a row
+    contained NaN, or +inf where a token is drawn."""
+    return BadLogits(
+        f"the {role} engine computed NaN or infinite logits in "
+        f"{sum(token < 0 for token in tokens)} of {len(tokens)} rows",
+        fix="build the engine again; with float16, try --dtype bfloat16 or float32",
+    )
 
 
 def is_by_logits(request: Request) -> bool:

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmctl.errors import BadLogits
 from llmctl.plugins.ops.sampling.spec import ACCEPT_STREAM, BestIds, Logits
 from llmctl.runtime.drafting.drafts import ROOT, Drafts
 from llmctl.runtime.generate.accept import accept_logits, accept_tokens, accept_typical
 from llmctl.runtime.generate.commit import Commit, commit
-from llmctl.runtime.generate.sampler import Sampler
+from llmctl.runtime.generate.sampler import Sampler, bad_logits
 from llmctl.runtime.request import Batch, Sequence, Slice
 
 
@@ -58,10 +59,19 @@ class Verifier:
         """Extend every sequence of the batch by what `draw` found.
 
         One Commit per slice, in packed order. Updates tokens, log_probs, kv_len, finish_reason.
-        Raises BadLogits where there is no token in a row that a path reaches: what is behind
-        rejected drafts is nothing that plain decoding computes, and decides nothing.
+        A sequence fails with BadLogits where there is no token in a row that its path reaches: what
+        is behind rejected drafts is nothing that plain decoding computes, and decides nothing.
         """
-        return [self._commit_one(owner, tokens, logits) for owner in owners]
+        return [self._commit_or_fail(owner, tokens, logits) for owner in owners]
+
+    def _commit_or_fail(self, owner: Owner, tokens: list[int], logits: Logits) -> Commit:
+        sequence = owner.item.sequence
+        try:
+            if sequence.error is None:  # else its drafts were none
+                return self._commit_one(owner, tokens, logits)
+        except BadLogits as error:
+            sequence.fail(error)
+        return Commit(sequence, 0)
 
     def _target_tokens(self, owners: list[Owner], logits: Logits) -> list[int]:
         """The target's own token at every row, given the drafts before it (acceptance by tokens).
@@ -125,7 +135,7 @@ class Verifier:
     def _require(self, token: int, owner: Owner, tokens: list[int]) -> None:
         """Raise BadLogits if what was drawn in a row that the path reaches is no token."""
         if token < 0:
-            self._sampler.require_tokens(tokens[owner.first : owner.end], "target")
+            raise bad_logits("target", tokens[owner.first : owner.end])
 
     def _accept_by_logits(
         self, sequence: Sequence, drafts: Drafts, draft_probs: NDArray[np.float64], rows: Logits
@@ -138,7 +148,8 @@ class Verifier:
             [replace(row, stream=ACCEPT_STREAM) for row in sampling_rows[:-1]]
         )
         accepted, probs = accept_logits(tokens, draft_probs, target_probs, uniforms)
-        self._sampler.require_tokens(best[: accepted + 1], "target")
+        if min(best[: accepted + 1]) < 0:
+            raise bad_logits("target", best[: accepted + 1])
         return range(accepted), backend.draw_from_probs(probs, sampling_rows[accepted])
 
     def _accept_typical(self, sequence: Sequence, drafts: Drafts, rows: Logits) -> Items[int]:

@@ -268,14 +268,18 @@ class Rounds:
     def _commit(
         self, sequence: Sequence, result: RoundResult, draft_len: int
     ) -> tuple[Slice, Commit]:
-        """Append the tokens of the round, cut at the first stop."""
+        """Append the tokens of the round, cut at the first stop. Where one is none, the sequence
+        fails."""
         committed, run = len(sequence.tokens), result.tokens
         assert result.num_committed == committed, "host and device disagree on a length"
         if min(run) < 0:
-            raise BadLogits(
-                "the target engine computed NaN logits",
-                fix="build the engine again; with float16, try --dtype bfloat16",
+            sequence.fail(
+                BadLogits(
+                    "the target engine computed NaN logits",
+                    fix="build the engine again; with float16, try --dtype bfloat16",
+                )
             )
+            return Slice(sequence, committed - 1, 1, 0), Commit(sequence, 0)
         num_drafts, accepted = result.num_drafts, len(run) - 1
         # The device has moved the keys of a tree's path to where a chain's are.
         done = commit(sequence, run, range(accepted), num_drafts)

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmctl.errors import BadLogits
 from llmctl.runtime.request import Request, SamplingConfig
 from llmctl.runtime.schedule.chunked_prefill import ContextChunkingPolicy
 from llmctl.runtime.schedule.scheduler import CapacitySchedulerPolicy, SchedulerConfig
+from support.fake_engine import plain_answer
 from support.fake_loop import Harness
 
 
@@ -77,7 +79,8 @@ def drafts_after_a_missed_step(engine: Any, drafter: Any) -> list[dict[int, int]
 
 
 def go_on_after_a_step_that_failed(engine: Any, drafter: Any, vocab: int) -> None:
-    """One request is cancelled for it; others run to their ends, checked as the harness does."""
+    """One request is cancelled for it; others run to their ends, checked as the harness does. So do
+    those beside one that fails alone."""
     harness = Harness(engine, drafter)
     victim = harness.add(Request((1, 2, 3), max_tokens=30))
     harness.step()
@@ -88,3 +91,24 @@ def go_on_after_a_step_that_failed(engine: Any, drafter: Any, vocab: int) -> Non
     generator = np.random.default_rng(3)
     requests = [Request(prompt, max_tokens=20) for prompt in prompts(generator, 5, vocab)]
     harness.run_arriving(generator, requests, horizon=10)
+    _go_on_beside_one_that_fails(harness, engine, vocab)
+
+
+def _go_on_beside_one_that_fails(harness: Harness, engine: Any, vocab: int) -> None:
+    """Its logits are no numbers from its twelfth token on."""
+    whole = engine.logits
+
+    def logits(tokens: Any) -> Any:
+        is_bad = list(tokens[:3]) == [1, 2, 3] and len(tokens) >= 12
+        return whole(tokens) * np.float32("nan" if is_bad else 1)
+
+    victim = harness.add(Request((1, 2, 3), max_tokens=30))
+    generator = np.random.default_rng(4)
+    others = [harness.add(Request(each, max_tokens=20)) for each in prompts(generator, 3, vocab)]
+    engine.logits = logits
+    harness.run()
+    engine.logits = whole
+    assert isinstance(victim.error, BadLogits) and len(victim.tokens) <= 12
+    for sequence in others:
+        wanted = plain_answer(engine, sequence.request)[0]
+        assert sequence.tokens[sequence.num_prompt_tokens :] == wanted

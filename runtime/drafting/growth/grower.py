@@ -17,7 +17,7 @@ from llmctl.plugins.ops.sampling.spec import (
     SamplingRow,
 )
 from llmctl.runtime.drafting.growth.growth import Chain, Growth, Plant
-from llmctl.runtime.generate.sampler import Sampler
+from llmctl.runtime.generate.sampler import Sampler, bad_logits
 from llmctl.runtime.request import Sequence
 from llmctl.runtime.step import block_tables
 
@@ -88,12 +88,15 @@ class Grower:
             logits = self._levels.logits([row for _, at in trees for row in at])
             count = min(max(own.num_offers for own, _ in trees), logits.shape[1])
             ids, scores = self._sampler.backend.top_log_probs(logits, count)
-            best = np.where(np.isnan(scores[:, 0]), -1, ids[:, 0])
-            self._sampler.require_tokens(best.tolist(), "draft")
+            is_bad = np.isnan(scores[:, 0])
             first = 0
             for own, at in trees:
                 part = np.s_[first : first + len(at), : own.num_offers]
-                own.take(ids[part].tolist(), scores[part].tolist())
+                if is_bad[part[0]].any():  # it has failed: any tree will do
+                    own.sequence.fail(bad_logits("draft", [-1 if bad else 0 for bad in is_bad]))
+                    own.take([list(range(own.num_offers))] * len(at), [[0.0] * count] * len(at))
+                else:
+                    own.take(ids[part].tolist(), scores[part].tolist())
                 first += len(at)
 
     def _step(self, growths: Items[Growth], tables: NDArray[np.int32]) -> None:
@@ -125,16 +128,17 @@ class Grower:
         """Append a token to each chain, from its row of logits."""
         sampler, logits = self._sampler, self._levels.logits(at)
         if all(own.is_plain for own in chains):
-            tokens = sampler.require_tokens(sampler.backend.argmax(logits).tolist(), "draft")
+            tokens = sampler.backend.argmax(logits).tolist()
         else:
             stream = DRAFT_STREAM if self._keep_probs else TARGET_STREAM
             rows = [sampler.row(own.sequence, own.tokens, stream) for own in chains]
-            drawn = sampler.backend.sample_rows(logits, rows).tolist()
-            tokens = sampler.require_tokens(drawn, "draft")
+            tokens = sampler.backend.sample_rows(logits, rows).tolist()
             if self._keep_probs:
                 self._store_probs(logits, rows, chains)
         for own, token in zip(chains, tokens, strict=True):
-            own.append(token)
+            if token < 0:  # it has failed: any chain will do
+                own.sequence.fail(bad_logits("draft", tokens))
+            own.append(max(token, 0))
 
     def _store_probs(self, logits: Logits, rows: list[SamplingRow], chains: list[Chain]) -> None:
         """Keep the distributions that sampled drafts were drawn from, over the target's ids."""

@@ -264,16 +264,19 @@ def test_rounds_count_drafts_and_device_time(fake):
     assert stats.draft_s > 0 and stats.verify_s > 0
 
 
-def test_nan_logits_on_the_device_fail_the_step_and_leave_nothing_in_flight(fake):
+def test_nan_logits_on_the_device_fail_their_sequence_alone(fake):
     harness = make_harness(fake, None, np.random.default_rng(0))
-    sequence = harness.add(request())
+    sampled = request(50, sampling_config=SamplingConfig(top_k=0, seed=7))
+    broken, other = harness.add(request()), harness.add(sampled)
     for _ in range(3):
         harness.step()
     harness.runner.in_flight[0][0].tokens[:] = [-1]
-    with pytest.raises(BadLogits):
-        harness.step()
-    assert harness.runner.in_flight == []
-    harness.cancel(sequence)
+    committed = list(broken.tokens)
+    harness.step()
+    assert isinstance(broken.error, BadLogits) and broken.tokens == committed
+    assert broken.block_table == [] and harness.scheduler.num_active == 1
     again = harness.add(request())
     harness.run()
+    assert other.error is None
+    assert other.tokens[5:] == fake.plain_answer(harness.target, sampled)[0]
     assert again.tokens[5:] == fake.plain_answer(harness.target, request())[0]
