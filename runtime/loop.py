@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import NamedTuple, TypeVar
@@ -28,7 +28,8 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step did: one commit per slice of its batch, in packed order."""
+    """What a step did: one commit per slice of its batch, in packed order. Requests of which a
+    sequence failed alone are left out: they end with its error."""
 
     batch: Batch
     commits: list[Commit]
@@ -37,16 +38,7 @@ class StepReport:
     verify_s: float
     period_s: float | None  # device time of the step; None: it could not be measured
     elapsed_s: float  # since the previous step ended
-
-    def without(self, request_ids: Container[int]) -> StepReport:
-        """The step without what these requests had in it."""
-
-        def kept(item: Slice | Commit) -> bool:
-            return item.sequence.request_id not in request_ids
-
-        context, generation = self.batch.context, self.batch.generation
-        batch = Batch(tuple(filter(kept, context)), tuple(filter(kept, generation)))
-        return replace(self, batch=batch, commits=list(filter(kept, self.commits)))
+    failed: tuple[Sequence, ...] = ()
 
 
 class _HostStep(NamedTuple):
@@ -244,14 +236,29 @@ class Loop:
         elapsed_s: float,
     ) -> StepReport:
         """Count."""
-        rounds = [each for each in commits[len(batch.context) :] if each.sequence.error is None]
+        failed = tuple(each.sequence for each in commits if each.sequence.error is not None)
+        if failed:
+            batch, commits = _without(batch, commits, {each.request_id for each in failed})
+        rounds = commits[len(batch.context) :]
         step_s = perf_counter() - self._began
         if rounds:  # steps that only read prompts do not count as round time
             self.stats.add_rounds(rounds)
             self.stats.draft_s += draft_s
             self.stats.verify_s += verify_s
             self.stats.host_s += step_s - draft_s - verify_s
-        return StepReport(batch, commits, step_s, draft_s, verify_s, period_s, elapsed_s)
+        return StepReport(batch, commits, step_s, draft_s, verify_s, period_s, elapsed_s, failed)
+
+
+def _without(
+    batch: Batch, commits: list[Commit], request_ids: Container[int]
+) -> tuple[Batch, list[Commit]]:
+    """What the other requests had in the step."""
+
+    def kept(item: Slice | Commit) -> bool:
+        return item.sequence.request_id not in request_ids
+
+    others = Batch(tuple(filter(kept, batch.context)), tuple(filter(kept, batch.generation)))
+    return others, list(filter(kept, commits))
 
 
 def _spans(batch: Batch, drafts: Items[Drafts], takes_trees: bool) -> list[Span]:

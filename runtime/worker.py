@@ -151,7 +151,9 @@ class Worker:
             if (spare_s := self._loop.spare_s) > 0:
                 self._take(self._inbox.arrivals(spare_s))
             self._loop.run_ahead()
-            report = self._fail_alone(self._loop.finish())
+            report = self._loop.finish()
+            for sequence in report.failed:
+                self._fail_alone(sequence)
             if self._defers:
                 self._delivery.post_first_tokens(report)
             self._loop.settle(report)
@@ -183,17 +185,10 @@ class Worker:
             self.scheduler.set_token_budget(self._tuner.budget)
             self._loop.awaits_prompts = self._tuner.wants_wait
 
-    def _fail_alone(self, report: StepReport) -> StepReport:
-        """Fail the requests of which a sequence failed in this step; returns the step of the
-        others."""
-        failed = {
-            sequence.request_id: sequence.error
-            for sequence, *_ in report.commits
-            if sequence.error is not None
-        }
-        for request_id, error in failed.items():
-            self._fail(self._active[request_id], error)
-        return report.without(failed) if failed else report
+    def _fail_alone(self, sequence: Sequence) -> None:
+        """Fail the request of a sequence that failed, unless another one of its has."""
+        if sequence.error is not None and sequence.request_id in self._active:
+            self._fail(self._active[sequence.request_id], sequence.error)
 
     def _fail_step(self, error: Exception) -> None:
         """Fail the requests in the step, and no others."""

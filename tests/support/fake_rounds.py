@@ -117,9 +117,8 @@ class FakeRunner:
     def _write(self, engine, table, position, token) -> None:
         block, offset = divmod(position, engine.tokens_per_block)
         if block < len(table):
-            engine.cache[table[block] * engine.tokens_per_block + offset] = min(
-                token, engine.vocab_size - 1
-            )
+            near = min(max(token, 0), engine.vocab_size - 1)  # below 0: drawn of NaN
+            engine.cache[table[block] * engine.tokens_per_block + offset] = near
 
     def _draw(self, engine, state, table, position) -> int:
         if position >= len(table) * engine.tokens_per_block:
