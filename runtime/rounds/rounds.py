@@ -25,9 +25,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from llmctl.errors import BadLogits
 from llmctl.runtime.drafting.drafter import DeviceDrafter
 from llmctl.runtime.generate.commit import Commit, commit
+from llmctl.runtime.generate.sampler import bad_logits
 from llmctl.runtime.kv_cache import KvCacheManager
 from llmctl.runtime.request import Batch, Sequence, Slice
 from llmctl.runtime.rounds.spare_time import SpareTime
@@ -273,12 +273,7 @@ class Rounds:
         committed, run = len(sequence.tokens), result.tokens
         assert result.num_committed == committed, "host and device disagree on a length"
         if min(run) < 0:
-            sequence.fail(
-                BadLogits(
-                    "the target engine computed NaN logits",
-                    fix="build the engine again; with float16, try --dtype bfloat16",
-                )
-            )
+            sequence.fail(bad_logits("target", run))
             return Slice(sequence, committed - 1, 1, 0), Commit(sequence, 0)
         num_drafts, accepted = result.num_drafts, len(run) - 1
         # The device has moved the keys of a tree's path to where a chain's are.

@@ -92,11 +92,12 @@ class Grower:
             first = 0
             for own, at in trees:
                 part = np.s_[first : first + len(at), : own.num_offers]
+                its_ids, its_scores = ids[part], scores[part]
                 if is_bad[part[0]].any():  # it has failed: any tree will do
-                    own.sequence.fail(bad_logits("draft", [-1 if bad else 0 for bad in is_bad]))
-                    own.take([list(range(own.num_offers))] * len(at), [[0.0] * count] * len(at))
-                else:
-                    own.take(ids[part].tolist(), scores[part].tolist())
+                    own.sequence.fail(bad_logits("draft", (-is_bad[part[0]].astype(int)).tolist()))
+                    its_ids = np.broadcast_to(np.arange(its_ids.shape[1]), its_ids.shape)
+                    its_scores = np.zeros_like(its_scores)
+                own.take(its_ids.tolist(), its_scores.tolist())
                 first += len(at)
 
     def _step(self, growths: Items[Growth], tables: NDArray[np.int32]) -> None:

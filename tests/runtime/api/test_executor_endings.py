@@ -118,8 +118,8 @@ def test_a_draft_that_raises_fails_the_requests_of_the_step(fake, make):
 @pytest.mark.parametrize(
     "sampling", [SamplingConfig(), SamplingConfig(top_k=0, seed=1)], ids=["greedy", "sampled"]
 )
-@pytest.mark.parametrize("acceptance", ["tokens", "logits"])
-def test_nan_logits_fail_the_request_by_name(fake, make, role, sampling, acceptance):
+@pytest.mark.parametrize("drafts", ["tokens", "logits", "tree"])
+def test_nan_logits_fail_the_request_by_name(fake, make, role, sampling, drafts):
     class Broken(fake.Engine):
         def run(self, step):
             rows = super().run(step)
@@ -129,7 +129,11 @@ def test_nan_logits_fail_the_request_by_name(fake, make, role, sampling, accepta
 
     target = Broken() if role == "target" else fake.Engine()
     draft = Broken() if role == "draft" else fake.Engine()
-    executor = make(target, DraftEngineDrafter(draft, 2), acceptance=acceptance)
+    tree = DynamicShape(num_offers=2, width=2, depth=3) if drafts == "tree" else None
+    acceptance = "logits" if drafts == "logits" else "tokens"
+    executor = make(
+        target, DraftEngineDrafter(draft, 6 if tree else 2, tree), acceptance=acceptance
+    )
     response = answer(executor, Request(PROMPT, 20, sampling))
     assert isinstance(response.error, BadLogits) and f"the {role} engine" in str(response.error)
 
