@@ -109,14 +109,23 @@ def _read_csv(path: Path) -> list[Prompt]:
 
 
 def _read_npy(path: Path) -> list[Prompt]:
-    """An integer array [rows, tokens]; negative ids are padding."""
+    """An integer array [rows, tokens]; negative ids around the tokens of a row are padding."""
     array = read_integers(path)
     if not array.shape[1]:
         return []  # whatever number of rows, none has a token
-    return [
-        Prompt(token_ids=_checked_ids(row[row >= 0].tolist(), f"{path}, row {number}"))
-        for number, row in enumerate(array)
-    ]
+    prompts = []
+    for number, row in enumerate(array):
+        tokens = (row >= 0).nonzero()[0].tolist()
+        first, end = (tokens[0], tokens[-1] + 1) if tokens else (0, 0)
+        where = f"{path}, row {number}"
+        if len(tokens) < end - first:
+            at = first + int((row[first:end] < 0).argmax())
+            raise BadConfig(
+                f"{where} holds {shown(int(row[at]))} between its token ids, at index {at}; "
+                "negative ids are padding, before a row's tokens or behind them"
+            )
+        prompts.append(Prompt(token_ids=_checked_ids(row[first:end].tolist(), where)))
+    return prompts
 
 
 def _checked_ids(ids: Sequence[int], where: str) -> tuple[int, ...]:

@@ -23,6 +23,12 @@ def test_txt_holds_a_prompt_a_line(tmp_path):
     assert [p.text for p in read_prompts(path)] == ["def f(x):", '  "é"  \u2028x']
 
 
+def test_rows_of_npy_are_padded_on_either_side(tmp_path):
+    np.save(tmp_path / "x.npy", np.array([[-1, 5, 0, 6], [5, -1, -3, -1], [-1] * 4]))
+    found = [prompt.token_ids for prompt in read_prompts(tmp_path / "x.npy")]
+    assert found == [(5, 0, 6), (5,), ()]
+
+
 def test_token_ids_survive_csv_and_npy(tmp_path):
     rows = [[3, 1, 4], [1], [5, 9]]
     write_results(rows, csv=tmp_path / "x.csv", npy=tmp_path / "x.npy")
@@ -85,6 +91,8 @@ def test_unusable_files_are_named(tmp_path):
     cases[tmp_path / "latin.txt"] = "UTF-8"
     np.save(tmp_path / "float.npy", np.zeros((2, 2)))
     cases[tmp_path / "float.npy"] = "float64"
+    np.save(tmp_path / "gap.npy", np.array([[-1, 5, 6, -1, -1], [-1, 5, -2, -1, 7]]))
+    cases[tmp_path / "gap.npy"] = "row 1 holds -2 between its token ids, at index 2"
     np.save(tmp_path / "object.npy", np.array([[1], [2, 3]], dtype=object), allow_pickle=True)
     cases[tmp_path / "object.npy"] = "plain .npy"  # objects are pickles: never loaded
     for path, words in cases.items():
