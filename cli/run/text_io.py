@@ -115,16 +115,17 @@ def _read_npy(path: Path) -> list[Prompt]:
         return []  # whatever number of rows, none has a token
     prompts = []
     for number, row in enumerate(array):
-        tokens = (row >= 0).nonzero()[0].tolist()
-        first, end = (tokens[0], tokens[-1] + 1) if tokens else (0, 0)
+        places = (row >= 0).nonzero()[0]
+        first = int(places[0]) if places.size else 0
+        ids = row[first : int(places[-1]) + 1 if places.size else 0]
         where = f"{path}, row {number}"
-        if len(tokens) < end - first:
-            at = first + int((row[first:end] < 0).argmax())
+        if places.size < ids.size:
+            at = int((ids < 0).argmax())
             raise BadConfig(
-                f"{where} holds {shown(int(row[at]))} between its token ids, at index {at}; "
-                "negative ids are padding, before a row's tokens or behind them"
+                f"{where} holds {shown(int(ids[at]))} between its token ids, at index "
+                f"{first + at}; negative ids are padding, before a row's tokens or behind them"
             )
-        prompts.append(Prompt(token_ids=_checked_ids(row[first:end].tolist(), where)))
+        prompts.append(Prompt(token_ids=_checked_ids(ids.tolist(), where)))
     return prompts
 
 

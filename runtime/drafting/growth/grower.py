@@ -138,7 +138,7 @@ class Grower:
                 self._store_probs(logits, rows, chains)
         for own, token in zip(chains, tokens, strict=True):
             if token < 0:  # it has failed: any chain will do
-                own.sequence.fail(bad_logits("draft", tokens))
+                own.sequence.fail(bad_logits("draft", [token]))
             own.append(max(token, 0))
 
     def _store_probs(self, logits: Logits, rows: list[SamplingRow], chains: list[Chain]) -> None:
